@@ -1,0 +1,80 @@
+"""Comparison by bit pattern. Used by the tests and by the auditor alike, so there is one meaning of "equal".
+
+−0 differs from +0. A NaN equals a NaN only with the same bits; NaNs are counted, never dropped. Two empty arrays
+are not equal: nothing was compared, and `Difference.equal` is False.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_kernel.errors import ShapeError
+
+_BITS = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The outcome of one comparison.
+
+    first_index: flat index of the first differing value, or None.
+    max_abs: largest |a-b| over values where both are finite; 0.0 where there is none.
+    max_ulp: largest distance in units of the last place over non-NaN values.
+    nan_left, nan_right: NaNs on each side.
+    """
+
+    compared: int
+    differing: int
+    first_index: int | None
+    max_abs: float
+    max_ulp: int
+    nan_left: int
+    nan_right: int
+
+    @property
+    def equal(self) -> bool:
+        """True if something was compared and not one bit differs."""
+        return self.compared > 0 and self.differing == 0
+
+
+def compare_bits(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Difference:
+    """Compare two float arrays (float16/32/64, or uint16 holding bf16 bit patterns) of one shape and dtype."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        raise ShapeError(f"cannot compare {left.dtype}{list(left.shape)} with {right.dtype}{list(right.shape)}")
+    a, b = np.ascontiguousarray(left).reshape(-1), np.ascontiguousarray(right).reshape(-1)
+    bits = _BITS[a.dtype.itemsize]
+    a_bits, b_bits = a.view(bits), b.view(bits)
+    differs = a_bits != b_bits
+    a_value, b_value = _values(a), _values(b)
+    a_nan, b_nan = np.isnan(a_value), np.isnan(b_value)
+    finite = np.isfinite(a_value) & np.isfinite(b_value)
+    return Difference(
+        compared=a.size,
+        differing=int(differs.sum()),
+        first_index=int(differs.argmax()) if differs.any() else None,
+        max_abs=float(np.abs(a_value[finite] - b_value[finite]).max()) if finite.any() else 0.0,
+        max_ulp=_max_ulp(a_bits, b_bits, ~(a_nan | b_nan)),
+        nan_left=int(a_nan.sum()),
+        nan_right=int(b_nan.sum()),
+    )
+
+
+def _values(x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    if x.dtype == np.uint16:
+        x = (x.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        return x.astype(np.float64)
+
+
+def _max_ulp(a: npt.NDArray[Any], b: npt.NDArray[Any], where: npt.NDArray[np.bool_]) -> int:
+    """Distance on the number line where neighbouring floats are 1 apart and −0 coincides with +0."""
+    if not where.any():
+        return 0
+    width = a.dtype.itemsize * 8
+    ordered = []
+    for bits in (a[where], b[where]):
+        magnitude = (bits & bits.dtype.type((1 << (width - 1)) - 1)).astype(np.int64)
+        ordered.append(np.where(bits >> (width - 1) != 0, -magnitude, magnitude))
+    return int(np.abs(ordered[0] - ordered[1]).max())

@@ -1,0 +1,71 @@
+"""Which backend serves which op in this process.
+
+`Plan.resolve` returns exactly one backend or raises; there is no priority list and no fallback. What the
+integrations call is what `resolve` returned, and the evidence (`integrations.evidence`) records it.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_kernel.contract import ModelContract, OpContract
+from rl_kernel.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One implementation of an op, and what it claims.
+
+    module: where it lives; imported when the plan is resolved, not before.
+    device: `cpu`, `cuda` or `rocm`.
+    mma: the MMA models under which it is bitwise-equal to the reference; empty for ops without matrix products.
+    backward: whether it has the gradients too.
+    """
+
+    op: str
+    name: str
+    module: str
+    device: str
+    mma: frozenset[str]
+    backward: bool
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the public function `name` of the backend's module."""
+        function: Callable[..., Any] = getattr(importlib.import_module(self.module), name)
+        return function
+
+    def serves(self, contract: OpContract) -> bool:
+        """Whether this backend claims the contract's MMA model (ops without one are always served)."""
+        return contract.mma is None or contract.mma in self.mma
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One backend an op, chosen once, for one device and one model contract."""
+
+    contract: ModelContract
+    device: str
+    backends: Mapping[str, Backend]
+
+    @classmethod
+    def build(cls, contract: ModelContract, device: str, tables: Mapping[str, tuple[Backend, ...]]) -> "Plan":
+        """Choose the backend of every op in `contract` from `tables` (op → backends); PlanError if one has none."""
+        return cls(contract, device, {c.op: _choose(c, device, tables.get(c.op, ())) for c in contract.ops})
+
+    def resolve(self, op: str) -> Backend:
+        """Return the one backend of `op`."""
+        try:
+            return self.backends[op]
+        except KeyError:
+            raise PlanError(f"the plan has no op {op!r}; it has {', '.join(sorted(self.backends))}") from None
+
+
+def _choose(contract: OpContract, device: str, table: tuple[Backend, ...]) -> Backend:
+    able = [b for b in table if b.device == device and b.serves(contract)]
+    if len(able) == 1:
+        return able[0]
+    if able:
+        raise PlanError(f"{contract.op} on {device}: {len(able)} backends claim it ({', '.join(b.name for b in able)})")
+    others = ", ".join(f"{b.name} ({b.device}, {'/'.join(sorted(b.mma)) or 'any MMA model'})" for b in table)
+    raise PlanError(f"no backend serves {contract.op} on {device} under MMA model {contract.mma}; there is: {others or 'none'}")
