@@ -58,6 +58,7 @@ LINEAR_LOGP = (
     "logit = GEMM with fp32 output; z = logit / temperature",
     "vocabulary in tiles of vocab_tile at absolute token ids; ids at or above the true vocabulary never count",
     "per tile: m = maxNum of z; s = tree over the tile's vocab_tile ids of exp2((z - m) * fp32(log2 e)), absent ids +0",
+    "a maximum of -inf counts as 0 inside an exponent, so a tile that a sampler set to -inf has s = +0",
     "tiles merge in ascending order: m' = max; a = exp2((m1-m')*log2e), b = exp2((m2-m')*log2e); s = s1*a + s2*b",
     "lse = m + ln(s); logp = z[target] - lse",
     "backward: c = dlogp / temperature; p = exp2((z - lse) * fp32(log2 e)); dlogit = bf16((onehot - p) * c)",

@@ -1,0 +1,1 @@
+"""The executable contract: slow, obvious, independent of every backend. NumPy and C++ only; never torch."""
