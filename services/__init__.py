@@ -1,1 +1,1 @@
-"""The RL job: a rollout actor (vLLM), a trainer actor (Megatron-core), the loop between them, and their audit records."""
+"""The RL job: a rollout actor (vLLM), a trainer actor (Megatron-core), the loop between them, and their records."""

@@ -1,0 +1,250 @@
+"""One frozen config tree, read from YAML, changed by dotted overrides. An unknown key is an error, never ignored.
+
+Every field carries its meaning and unit, from which `--help` is printed (`describe`). What only another file can tell
+(does the model exist, does TP divide its heads, is the port free) is checked in `services.preflight`.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.errors import ConfigError
+
+Numerics = Literal["strict", "native"]
+# Not strict: YAML reads 1e-6 (no dot) as a string.
+Real = Annotated[float, Field(strict=False)]
+
+
+class Section(BaseModel):
+    """A part of the tree: frozen, no unknown keys, no silent conversion of a string to a number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Run(Section):
+    """What is run, and where its results go."""
+
+    steps: int = Field(default=5, ge=1, description="RL steps; with --resume the step to stop at")
+    seed: int = Field(default=1, ge=0, description="prompts and sampling draw from it")
+    directory: str = Field(default="runs", description="each run gets a folder here, and `latest` points at the newest")
+    checkpoint_every: int = Field(
+        default=0, ge=0, description="steps between checkpoints; 0 writes one at the end only"
+    )
+
+
+class Model(Section):
+    """The model that is trained."""
+
+    path: str = Field(
+        default="smollm2-135m-instruct", description="a Hugging Face folder, or the name of a packaged model"
+    )
+    cache: str = Field(default="models", description="where packaged models are kept once converted")
+
+
+class Strictness(Section):
+    """How numbers are computed, on both sides."""
+
+    mode: Numerics = Field(
+        default="strict", description="strict: every op by contract; native: stock vLLM and Megatron"
+    )
+    profile: str = Field(default="portable", description="MMA and exp2 model; portable = fma32 + poly")
+    segments: int = Field(default=1, ge=1, description="parts of each row-parallel sum; both TP sizes must divide it")
+    threads: int = Field(default=2, ge=1, description="CPU threads of each engine (the two take turns)")
+
+
+class Task(Section):
+    """Where prompts and rewards come from."""
+
+    name: Literal["arithmetic", "tokens"] = Field(
+        default="arithmetic", description="tokens needs no tokenizer (tiny models)"
+    )
+    prompts_per_step: int = Field(default=4, ge=1, description="different prompts a step")
+    samples_per_prompt: int = Field(default=8, ge=2, description="answers to each; their mean is the baseline (GRPO)")
+    shots: int = Field(default=8, ge=0, description="worked examples in each prompt")
+
+
+class Rollout(Section):
+    """The engine that samples: vLLM."""
+
+    tp_size: int = Field(default=1, ge=1, description="tensor-parallel ranks")
+    temperature: Real = Field(default=1.0, gt=0, description="of sampling, and of every logprob")
+    max_new_tokens: int = Field(default=6, ge=1, description="a response is cut after that many tokens")
+    max_model_len: int = Field(default=256, ge=16, description="prompt and response, in tokens")
+    max_num_seqs: int = Field(default=32, ge=1, description="sequences that vLLM decodes side by side")
+    kv_cache_mb: int = Field(default=128, ge=1, description="memory for keys and values, MiB")
+    prefix_caching: bool = Field(default=True, description="share keys and values of equal prompt prefixes")
+
+
+class Trainer(Section):
+    """The engine that learns: Megatron-core, GRPO with PPO's clip and a token-level mean, AdamW with fp32 masters."""
+
+    tp_size: int = Field(default=1, ge=1, description="tensor-parallel ranks, one process each")
+    learning_rate: Real = Field(default=1e-5, ge=0, description="of AdamW; 0 changes nothing, for audits")
+    weight_decay: Real = Field(default=0.0, ge=0, description="of AdamW")
+    betas: tuple[Real, Real] = Field(default=(0.9, 0.99), strict=False, description="of AdamW")
+    clip_low: Real = Field(default=0.2, gt=0, lt=1, description="PPO: the ratio is clipped below at 1 - clip_low")
+    clip_high: Real = Field(default=0.2, gt=0, description="PPO: the ratio is clipped above at 1 + clip_high")
+    max_grad_norm: Real = Field(default=1.0, gt=0, description="gradients are scaled down to this L2 norm")
+    updates_per_step: int = Field(default=1, ge=1, description="optimizer steps on each batch")
+    micro_batch_tokens: int = Field(
+        default=2048, ge=16, description="tokens in one forward and backward; changes no bit"
+    )
+
+
+class Weights(Section):
+    """How new weights reach the rollout engine and the auditor."""
+
+    directory: str = Field(default="", description="where versions are published; empty: in the run's folder")
+    keep: int = Field(
+        default=3, ge=2, description="versions on disk; the auditor may still be recomputing the older ones"
+    )
+
+
+class Auditor(Section):
+    """The referee. Without an address the job starts one of its own and stops it at the end."""
+
+    grpc: str = Field(default="", description="address (host:port) of a running auditor; empty: start one")
+    http: str = Field(default="", description="base URL of its API; needed with grpc")
+    recompute_rate: Real = Field(
+        default=0.25, ge=0, le=1, description="share of samples that the own auditor recomputes"
+    )
+    grpc_port: int = Field(default=0, ge=0, le=65535, description="of the own auditor; 0: any free port")
+    http_port: int = Field(default=0, ge=0, le=65535, description="of the own auditor; 0: any free port")
+    queue_size: int = Field(
+        default=4096, ge=1, description="records that wait in memory before they go to the spool on disk"
+    )
+    settle_seconds: Real = Field(default=120.0, ge=0, description="at the end: how long to wait for verdicts")
+    restart: bool = Field(default=True, description="start the own auditor again, on the same ledger, when it dies")
+    token_file: str = Field(default="", description="file with the bearer token of a running auditor")
+
+
+class Ray(Section):
+    """The cluster that holds the actors."""
+
+    address: str = Field(
+        default="", description="of a running cluster; empty: start a local one (or join the job's own)"
+    )
+    object_store_mb: int = Field(default=100, ge=76, description="of a local cluster, MiB")
+    dashboard: bool = Field(default=False, description="of a local cluster")
+
+
+class Config(Section):
+    """The whole tree."""
+
+    run: Run = Run()
+    model: Model = Model()
+    numerics: Strictness = Strictness()
+    task: Task = Task()
+    rollout: Rollout = Rollout()
+    trainer: Trainer = Trainer()
+    weights: Weights = Weights()
+    auditor: Auditor = Auditor()
+    ray: Ray = Ray()
+
+
+def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read `file` (all defaults if None), apply overrides `a.b=value` (value in YAML), and check the result.
+
+    Raises ConfigError with one line that names the key and what would be right.
+    """
+    tree: dict[str, Any] = {} if file is None else _read_yaml(file)
+    for override in overrides:
+        _set(tree, override)
+    return build_config(tree, source=str(file or "the overrides"))
+
+
+def build_config(tree: Mapping[str, Any], source: str = "the config") -> Config:
+    """Check a nested mapping and freeze it; ConfigError as `load_config`."""
+    _refuse_unknown(tree, Config, "", source)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{source}: {key} = {first['input']!r}: {_lower(first['msg'])}") from None
+
+
+def describe() -> str:
+    """Every key with its default and meaning, as `--help` prints it."""
+    lines = []
+    for name, section in Config.model_fields.items():
+        part = _section(section.annotation)
+        lines.append(f"\n{name}: {(part.__doc__ or '').strip()}")
+        for key, field in part.model_fields.items():
+            lines.append(f"  {name}.{key} = {field.default!r}")
+            lines.append(f"      {field.description}")
+    return "\n".join(lines)
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {file} does not exist; deploy/configs/ has some to start from") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {file} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {file} is not YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config file {file} holds a {type(tree).__name__}; it should hold sections with keys")
+    return tree
+
+
+def _set(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override!r} has no key or no value; write it like --set rollout.tp_size=2")
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        inner = tree.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override!r}: {parent} is a value, not a section")
+        tree = inner
+    try:
+        tree[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override!r}: the value is not YAML") from None
+
+
+def _refuse_unknown(tree: Mapping[str, Any], section: type[BaseModel], prefix: str, source: str) -> None:
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if key not in section.model_fields:
+            known = list(_keys())
+            near = difflib.get_close_matches(path, known, 1, 0.0) if prefix else _near_section(str(key))
+            raise ConfigError(f"{source}: unknown key {path!r}; the nearest known key is {near[0]!r}")
+        annotation = section.model_fields[key].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{source}: {path} = {value!r} should be a section with keys")
+            _refuse_unknown(value, annotation, f"{path}.", source)
+
+
+def _near_section(key: str) -> list[str]:
+    """A misspelt section, or a leaf that was written without its section."""
+    leaves = {path.rpartition(".")[2]: path for path in _keys()}
+    if key in leaves:
+        return [leaves[key]]
+    return difflib.get_close_matches(key, list(Config.model_fields), 1, 0.0)
+
+
+def _keys() -> Iterator[str]:
+    for name, section in Config.model_fields.items():
+        for key in _section(section.annotation).model_fields:
+            yield f"{name}.{key}"
+
+
+def _section(annotation: Any) -> type[BaseModel]:
+    assert isinstance(annotation, type)
+    assert issubclass(annotation, BaseModel)
+    return annotation
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
