@@ -1,0 +1,93 @@
+"""Every error that the auditor raises on purpose, and the stable code of each.
+
+    AuditorError
+    ├── ConfigError          a configuration that cannot be started from
+    ├── RecordError          a record that is refused: it can never become right by trying again
+    │   ├── ConflictError    another record is already stored under the same run, step, sample and side
+    │   └── LimitError       a record or batch beyond a size limit
+    ├── AuthError            a call without the token that is asked for
+    ├── LedgerError          the ledger cannot be written or read now; the same call may work later
+    │   └── ChainError       the ledger's hash chain does not verify
+    ├── RecomputeError       the reference could not be run on a sample
+    └── NotFoundError        a run, step or sample that the ledger does not hold
+
+`code` is what a receipt, a metric label or a problem document carries; docs/audit-protocol.md lists them.
+"""
+
+__all__ = [
+    "AuditorError",
+    "AuthError",
+    "ChainError",
+    "ConfigError",
+    "ConflictError",
+    "LedgerError",
+    "LimitError",
+    "NotFoundError",
+    "RecomputeError",
+    "RecordError",
+]
+
+
+class AuditorError(Exception):
+    """Base of the tree. The message is one line: what is wrong, its value, what would be right."""
+
+    code = "internal"
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        if code is not None:
+            self.code = code
+
+
+class ConfigError(AuditorError, ValueError):
+    """A configuration that the auditor refuses to start from."""
+
+    code = "config"
+
+
+class RecordError(AuditorError, ValueError):
+    """A record that is refused for good."""
+
+    code = "malformed"
+
+
+class ConflictError(RecordError):
+    """A different record is already stored under the same run, step, sample and side."""
+
+    code = "conflict"
+
+
+class LimitError(RecordError):
+    """A record or batch that is larger than the limits."""
+
+    code = "too_large"
+
+
+class AuthError(AuditorError):
+    """A call without the bearer token that is asked for."""
+
+    code = "unauthenticated"
+
+
+class LedgerError(AuditorError):
+    """The ledger cannot be written or read at the moment."""
+
+    code = "ledger_unavailable"
+
+
+class ChainError(LedgerError):
+    """An entry of the ledger does not follow from the one before."""
+
+    code = "chain_broken"
+
+
+class RecomputeError(AuditorError):
+    """The reference could not be run on a sample; the code says why."""
+
+    code = "recompute_failed"
+
+
+class NotFoundError(AuditorError, LookupError):
+    """A run, step or sample that the ledger does not hold."""
+
+    code = "not_found"

@@ -1,0 +1,62 @@
+"""Make the Python stubs from audit.proto: `python -m auditor.proto.generate [--check]`.
+
+Needs grpcio-tools and mypy-protobuf (the `dev` extra). With `--check` nothing is written; exit code 1 says which
+committed stub is not what the .proto file gives.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+STUBS = ("audit_pb2.py", "audit_pb2.pyi", "audit_pb2_grpc.py", "audit_pb2_grpc.pyi")
+
+
+def generate(out: Path) -> None:
+    """Write the four stubs under `out`/auditor/proto."""
+    from grpc_tools import protoc  # noqa: PLC0415 - a build tool, absent at run time
+
+    root = FOLDER.parent.parent
+    status = protoc.main(
+        [
+            "protoc",
+            f"--proto_path={root}",
+            f"--python_out={out}",
+            f"--grpc_python_out={out}",
+            f"--mypy_out=quiet:{out}",
+            f"--mypy_grpc_out=quiet:{out}",
+            str(FOLDER / "audit.proto"),
+        ]
+    )
+    if status != 0:
+        raise SystemExit(f"protoc failed with status {status} on {FOLDER / 'audit.proto'}")
+
+
+def stale() -> list[str]:
+    """Names of committed stubs that differ from what audit.proto gives now."""
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        fresh = Path(folder) / "auditor" / "proto"
+        return [name for name in STUBS if _read(FOLDER / name) != _read(fresh / name)]
+
+
+def main(arguments: list[str]) -> int:
+    """Generate, or check with `--check`; returns the exit code."""
+    if arguments == ["--check"]:
+        names = stale()
+        if names:
+            print(f"stale: {', '.join(names)}; run `python -m auditor.proto.generate`", file=sys.stderr)
+        return 1 if names else 0
+    if arguments:
+        print(f"unknown arguments {arguments}; the only one is --check", file=sys.stderr)
+        return 2
+    generate(FOLDER.parent.parent)
+    return 0
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

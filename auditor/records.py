@@ -1,0 +1,251 @@
+"""What each side reports about one sample: frozen records over NumPy arrays.
+
+Legend: N tokens of the whole sample (prompt and response), P of them prompt, R = N - P of them response.
+Unknown is said as such (an empty string, a negative version, None) and is never compared: such a sample is stored
+and judged `not_comparable`.
+
+    >>> sampling = Sampling(temperature=1.0, seed=7)
+    >>> layout = Layout(tp_size=1, cp_size=1, vocab_size=128, padded_vocab_size=128, vocab_shards=(0, 128))
+    >>> engine = Environment(arch="cpu-x86_64", mma="fma32", digest="ab" * 32)
+    >>> record = RolloutRecord(
+    ...     run_id="demo", step=0, sample_id="0-0", engine_id="rollout-0",
+    ...     tokens=np.array([5, 6, 7, 8]), prompt_len=2, logprobs=np.array([-1.5, -0.25], np.float32),
+    ...     mask=np.array([True, True]), sampling=sampling, weight_version=1, weight_digest="cd" * 32,
+    ...     contract_digest="ef" * 32, environment=engine, layout=layout,
+    ...     positions=Positions(rope_digest=rope_digest(10_000.0, 64)), finish_reason="stop")
+    >>> record.response_len
+    2
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from auditor.errors import RecordError
+
+Side = Literal["rollout", "trainer"]
+SIDES: tuple[Side, Side] = ("rollout", "trainer")
+
+
+class SampleKey(NamedTuple):
+    """What the two sides of a sample are joined by."""
+
+    run_id: str
+    step: int
+    sample_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the response was drawn, and what the log-probabilities are of.
+
+    top_k: 0 is off. seed: None is unknown. logprobs_mode: vLLM's names (`processed_logprobs`, `raw_logprobs`).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    logprobs_mode: str = "processed_logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the model is cut over ranks.
+
+    vocab_size: the true vocabulary; ids from there to padded_vocab_size are padding and never count.
+    vocab_shards: token ids where the vocabulary is cut, from 0 to padded_vocab_size, so tp_size + 1 values
+        (or two values where the vocabulary is not cut).
+    """
+
+    tp_size: int
+    cp_size: int
+    vocab_size: int
+    padded_vocab_size: int
+    vocab_shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Where the tokens are and what they see. rope_digest: see `rope_digest`; attention: `causal`."""
+
+    rope_digest: str
+    offset: int = 0
+    attention: str = "causal"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the side runs on. `digest` is that of `rl_kernel.environment.Environment`."""
+
+    arch: str
+    mma: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RolloutRecord:
+    """One sample as the engine that drew it reports it.
+
+    tokens: uint32 [N]. logprobs: float32 [R], NaN and infinities as they were computed. mask: bool [R], the tokens
+    that the loss counts. layer_digests: sha256 of each layer's output, where the engine offers them.
+    routed_experts: uint16 [N, layers * top_k], for mixtures of experts.
+    """
+
+    side: ClassVar[Side] = "rollout"
+
+    run_id: str
+    step: int
+    sample_id: str
+    engine_id: str
+    tokens: npt.NDArray[np.uint32]
+    prompt_len: int
+    logprobs: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.bool_]
+    sampling: Sampling
+    weight_version: int
+    weight_digest: str
+    contract_digest: str
+    environment: Environment
+    layout: Layout
+    positions: Positions
+    finish_reason: str = ""
+    layer_digests: tuple[str, ...] = ()
+    routed_experts: npt.NDArray[np.uint16] | None = None
+
+    def __post_init__(self) -> None:
+        _freeze(self, "tokens", np.uint32, 1)
+        _freeze(self, "routed_experts", np.uint16, 2)
+        _check(self, len(self.tokens))
+
+    @property
+    def key(self) -> SampleKey:
+        """What this record is joined by."""
+        return SampleKey(self.run_id, self.step, self.sample_id)
+
+    @property
+    def response_len(self) -> int:
+        """R."""
+        return len(self.logprobs)
+
+    @property
+    def tokens_digest(self) -> str:
+        """Digest of the tokens, comparable with a trainer's."""
+        return tokens_digest(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TrainerRecord:
+    """The same sample as the trainer's first forward scored it.
+
+    tokens_digest: of the tokens that it was given, see `tokens_digest`; taken from `tokens` where those are sent.
+    tokens: uint32 [N], optional: with them a difference can be shown and not only detected.
+    sampling: what the trainer assumed; its log-probabilities are of that distribution.
+    The rest is as in `RolloutRecord`.
+    """
+
+    side: ClassVar[Side] = "trainer"
+
+    run_id: str
+    step: int
+    sample_id: str
+    trainer_id: str
+    token_count: int
+    prompt_len: int
+    logprobs: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.bool_]
+    sampling: Sampling
+    weight_version: int
+    weight_digest: str
+    contract_digest: str
+    environment: Environment
+    layout: Layout
+    positions: Positions
+    tokens_digest: str = ""
+    tokens: npt.NDArray[np.uint32] | None = None
+    layer_digests: tuple[str, ...] = ()
+    routed_experts: npt.NDArray[np.uint16] | None = None
+
+    def __post_init__(self) -> None:
+        _freeze(self, "tokens", np.uint32, 1)
+        _freeze(self, "routed_experts", np.uint16, 2)
+        if self.tokens is not None:
+            if len(self.tokens) != self.token_count:
+                raise RecordError(f"token_count is {self.token_count}, but {len(self.tokens)} tokens are given")
+            digest = tokens_digest(self.tokens)
+            if self.tokens_digest not in ("", digest):
+                raise RecordError(f"tokens_digest {self.tokens_digest} is not that of the tokens given, {digest}")
+            object.__setattr__(self, "tokens_digest", digest)
+        _check(self, self.token_count)
+
+    @property
+    def key(self) -> SampleKey:
+        """What this record is joined by."""
+        return SampleKey(self.run_id, self.step, self.sample_id)
+
+    @property
+    def response_len(self) -> int:
+        """R."""
+        return len(self.logprobs)
+
+
+Record = RolloutRecord | TrainerRecord
+
+
+def tokens_digest(tokens: npt.ArrayLike) -> str:
+    """sha256 (hex) over the ids as little-endian uint32."""
+    return hashlib.sha256(_as_array("tokens", tokens, np.uint32, 1).astype("<u4").tobytes()).hexdigest()
+
+
+def rope_digest(theta: float, head_dim: int, scaling: Mapping[str, Any] | None = None) -> str:
+    """sha256 (hex) over what the rotary table is made from. `scaling` is the model config's `rope_scaling`."""
+    scaled = ",".join(f"{key}={scaling[key]!r}" for key in sorted(scaling)) if scaling else "none"
+    return hashlib.sha256(f"theta={float(theta)!r};dim={int(head_dim)};scaling={scaled}".encode()).hexdigest()
+
+
+def _check(record: Record, token_count: int) -> None:
+    _freeze(record, "logprobs", np.float32, 1)
+    _freeze(record, "mask", np.bool_, 1)
+    if record.step < 0:
+        raise RecordError(f"step is {record.step}; it counts from 0")
+    if not 0 <= record.prompt_len <= token_count:
+        raise RecordError(f"prompt_len is {record.prompt_len}, outside 0..{token_count}")
+    expected = token_count - record.prompt_len
+    for name, length in (("logprobs", len(record.logprobs)), ("mask", len(record.mask))):
+        if length != expected:
+            raise RecordError(
+                f"{name} has {length} values; {token_count} tokens, {record.prompt_len} of them prompt, need {expected}"
+            )
+
+
+def _freeze(record: Record, name: str, dtype: type[np.generic], ndim: int) -> None:
+    """Replace an array field by a read-only copy, so that a buffer reused by the caller changes nothing here."""
+    value = getattr(record, name)
+    if value is None:
+        return
+    array = _as_array(name, value, dtype, ndim).copy()
+    array.flags.writeable = False
+    object.__setattr__(record, name, array)
+
+
+def _as_array(name: str, value: npt.ArrayLike, dtype: type[np.generic], ndim: int) -> npt.NDArray[Any]:
+    array = np.asarray(value)
+    if array.ndim != ndim:
+        raise RecordError(f"{name} has shape {list(array.shape)}; it needs {ndim} dimension{'s' * (ndim > 1)}")
+    wanted = np.dtype(dtype)
+    if array.dtype == wanted:
+        return np.ascontiguousarray(array)
+    if wanted.kind == "u" and array.dtype.kind in "iu":
+        if array.size and (int(array.min()) < 0 or int(array.max()) > np.iinfo(wanted).max):
+            raise RecordError(
+                f"{name} holds {int(array.min())}..{int(array.max())}; ids lie in 0..{np.iinfo(wanted).max}"
+            )
+        return array.astype(wanted)
+    if array.size == 0:
+        return array.astype(wanted)
+    raise RecordError(f"{name} is {array.dtype}; it must be {wanted}, converted by the side that computed it")
