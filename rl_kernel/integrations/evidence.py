@@ -1,0 +1,110 @@
+"""What really served each op in this process: backend, contract digest, calls, and foreign sites (there are none).
+
+An integration takes its functions from `CountingPlan.function`, never from a backend's module, so that a call that
+is not counted did not happen. `Evidence.require` turns a count that the model's shape does not imply into an
+EvidenceError: an op that something else served leaves a hole in the counts.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_kernel.errors import EvidenceError
+from rl_kernel.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class OpEvidence:
+    """One op in one process.
+
+    contract: digest of the op's contract. calls: function name → times called, for every function handed out.
+    fallbacks: sites in the model that serve this op by something other than the plan.
+    """
+
+    op: str
+    backend: str
+    device: str
+    contract: str
+    calls: Mapping[str, int]
+    fallbacks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Every op of the plan in one process, e.g. one tensor-parallel rank.
+
+    contract: digest of the model contract. foreign: where something else serves an op, as `path: what`.
+    """
+
+    engine: str
+    rank: int
+    contract: str
+    ops: tuple[OpEvidence, ...]
+    foreign: tuple[str, ...]
+
+    def calls(self) -> dict[str, int]:
+        """Function name, qualified by its op (`rms_norm.add_rms_norm`) → times called; zeros left out."""
+        return {f"{o.op}.{name}": n for o in self.ops for name, n in o.calls.items() if n}
+
+    def require(self, expected: Mapping[str, int]) -> None:
+        """Raise EvidenceError unless nothing foreign was found and the calls are exactly `expected`."""
+        where = f"{self.engine}, rank {self.rank}"
+        if self.foreign:
+            more = f" and {len(self.foreign) - 1} more" if len(self.foreign) > 1 else ""
+            raise EvidenceError(f"{where}: {self.foreign[0]}{more}; strict mode needs every op served by the plan")
+        seen, wanted = self.calls(), {name: n for name, n in expected.items() if n}
+        for name in sorted(seen.keys() | wanted.keys()):
+            if seen.get(name, 0) != wanted.get(name, 0):
+                raise EvidenceError(
+                    f"{where}: {name} was called {seen.get(name, 0)} times, the model implies {wanted.get(name, 0)}; "
+                    "something other than the plan serves this op"
+                )
+
+
+class CountingPlan:
+    """A plan whose functions count their calls. One per engine and process."""
+
+    def __init__(self, plan: Plan, *, engine: str, rank: int = 0) -> None:
+        self.plan = plan
+        self._engine = engine
+        self._rank = rank
+        self._calls: dict[tuple[str, str], list[int]] = {}
+        self._foreign: dict[str, list[str]] = {}
+
+    def function(self, op: str, name: str | None = None) -> Callable[..., Any]:
+        """Return the plan's function `name` (default: the op's own name) of `op`, counting its calls."""
+        name = name or op
+        target = self.plan.resolve(op).function(name)
+        cell = self._calls.setdefault((op, name), [0])
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            cell[0] += 1
+            return target(*args, **kwargs)
+
+        return counted
+
+    def report_foreign(self, op: str, where: str) -> None:
+        """Note that `where` in the model serves `op` by something other than the plan."""
+        self._foreign.setdefault(op, []).append(where)
+
+    def reset(self) -> None:
+        """Forget the calls counted so far; what is foreign stays."""
+        for cell in self._calls.values():
+            cell[0] = 0
+
+    def evidence(self) -> Evidence:
+        """Return what was counted since the last reset."""
+        contract = self.plan.contract
+        ops = tuple(
+            OpEvidence(
+                op=c.op,
+                backend=self.plan.resolve(c.op).name,
+                device=self.plan.device,
+                contract=c.digest(),
+                calls={name: cell[0] for (op, name), cell in self._calls.items() if op == c.op},
+                fallbacks=len(self._foreign.get(c.op, ())),
+            )
+            for c in contract.ops
+        )
+        foreign = tuple(f"{where} serves {op}" for op, sites in self._foreign.items() for where in sites)
+        return Evidence(self._engine, self._rank, contract.digest(), ops, foreign)
