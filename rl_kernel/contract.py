@@ -39,13 +39,17 @@ class Profile:
     exp2: str
 
 
-MMA_MODELS: Final[Mapping[str, MmaModel]] = MappingProxyType({
-    "fma32": MmaModel("fma32", 1, None, "acc' = fma(a, b, acc) in fp32, round to nearest even", "IEEE 754-2019"),
-})
+MMA_MODELS: Final[Mapping[str, MmaModel]] = MappingProxyType(
+    {
+        "fma32": MmaModel("fma32", 1, None, "acc' = fma(a, b, acc) in fp32, round to nearest even", "IEEE 754-2019"),
+    }
+)
 
-PROFILES: Final[Mapping[str, Profile]] = MappingProxyType({
-    "portable": Profile("portable", "fma32", "poly"),
-})
+PROFILES: Final[Mapping[str, Profile]] = MappingProxyType(
+    {
+        "portable": Profile("portable", "fma32", "poly"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +98,13 @@ class ModelContract:
 
     def digest(self) -> str:
         """sha256 over profile, segments and each op's digest, in hex."""
-        return digest_of({
-            "profile": asdict(self.profile),
-            "segments": self.segments,
-            "ops": {c.op: c.digest() for c in self.ops},
-        })
+        return digest_of(
+            {
+                "profile": asdict(self.profile),
+                "segments": self.segments,
+                "ops": {c.op: c.digest() for c in self.ops},
+            }
+        )
 
 
 def profile(name: str) -> Profile:

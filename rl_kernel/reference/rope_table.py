@@ -12,9 +12,7 @@ from rl_kernel.errors import ModelError
 F32 = npt.NDArray[np.float32]
 
 
-def rope_table(
-    theta: float, dim: int, max_position: int, scaling: Mapping[str, Any] | None = None
-) -> tuple[F32, F32]:
+def rope_table(theta: float, dim: int, max_position: int, scaling: Mapping[str, Any] | None = None) -> tuple[F32, F32]:
     """Return (cos, sin), each fp32 [max_position, dim/2]; angle = position / theta^(2i/dim).
 
     scaling: the `rope_scaling` of a Hugging Face config. None and type `default` are the only ones with a contract;
