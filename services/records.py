@@ -69,10 +69,13 @@ class Rollout:
 class Sample:
     """A rollout with its reward, and its advantage over the other answers to the same prompt.
 
-    Sample(rollout=Rollout(…), reward=1.0, advantage=1.32)
+    Sample(rollout=Rollout(…), mask=(True, True), reward=1.0, advantage=1.32)
+
+    mask: one flag a response token; the loss counts those that are True.
     """
 
     rollout: Rollout
+    mask: tuple[bool, ...]
     reward: float
     advantage: float
 
@@ -91,7 +94,7 @@ class Batch:
     @property
     def response_tokens(self) -> int:
         """Tokens that the loss counts."""
-        return sum(len(s.rollout.response) for s in self.samples)
+        return sum(sum(s.mask) for s in self.samples)
 
     @property
     def mean_reward(self) -> float:

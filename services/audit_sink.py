@@ -1,0 +1,128 @@
+"""What each engine says about itself and its samples, on its way to the auditor.
+
+One sink in each actor, so that the two sides report on their own: the trainer's record holds the tokens, cut and mask
+that the trainer worked with, not a copy of the rollout's. `put_*` never wait; what could not be delivered is counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from auditor.client import AuditClient, Counts
+from auditor.records import Environment, Layout, Positions, RolloutRecord, TrainerRecord
+from auditor.records import Sampling as AuditedSampling
+from services.engines import EngineFacts
+from services.records import Batch, Logprobs, Rollout, Sample, Sampling, WeightVersion
+
+UNKNOWN_WEIGHTS = WeightVersion(-1, "", Path())
+
+
+@dataclass(frozen=True, slots=True)
+class AuditTarget:
+    """Where records go. run_id: of the run. spool: folder that both sides share. token_file: empty where open."""
+
+    address: str
+    run_id: str
+    spool: Path
+    queue_size: int = 4096
+    token_file: str = ""
+
+
+class AuditSink:
+    """Records of one engine → the auditor."""
+
+    def __init__(self, target: AuditTarget, facts: EngineFacts) -> None:
+        token = Path(target.token_file).read_text().strip() if target.token_file else None
+        self._client = AuditClient(
+            target.address, target.run_id, spool_dir=target.spool, queue_size=target.queue_size, token=token
+        )
+        self._run_id = target.run_id
+        self._facts = facts
+
+    def put_rollouts(self, step: int, rollouts: Sequence[Rollout], weights: WeightVersion) -> None:
+        """Report what was sampled. weights: the version that the engine loaded, with the digest of its own memory."""
+        for rollout in rollouts:
+            self._client.submit_rollout(rollout_record(self._run_id, step, rollout, weights, self._facts))
+
+    def put_training(self, batch: Batch, logprobs: Sequence[Logprobs], weights: WeightVersion) -> None:
+        """Report the first forward on a batch. weights: as above, UNKNOWN_WEIGHTS if they changed unannounced."""
+        for sample, values in zip(batch.samples, logprobs, strict=True):
+            record = trainer_record(self._run_id, batch.step, sample, values, weights, self._facts)
+            self._client.submit_trainer(record)
+
+    def flush(self, timeout: float) -> Counts:
+        """Wait up to `timeout` seconds until nothing waits, in memory or on disk."""
+        return self._client.flush(timeout)
+
+    def close(self) -> Counts:
+        """Flush, stop, and say what the auditor did not get."""
+        return self._client.close()
+
+
+def rollout_record(run_id: str, step: int, it: Rollout, weights: WeightVersion, facts: EngineFacts) -> RolloutRecord:
+    """The rollout engine's side of a sample."""
+    return RolloutRecord(
+        run_id=run_id,
+        step=step,
+        sample_id=it.sample_id,
+        engine_id=facts.engine_id,
+        tokens=np.asarray(it.prompt + it.response, np.uint32),
+        prompt_len=len(it.prompt),
+        logprobs=it.logprobs,
+        mask=np.ones(len(it.response), np.bool_),
+        sampling=_sampling(it.sampling, facts),
+        weight_version=weights.version,
+        weight_digest=weights.digest,
+        contract_digest=facts.contract_digest,
+        environment=_environment(facts),
+        layout=_layout(facts),
+        positions=Positions(rope_digest=facts.rope_digest),
+        finish_reason=it.finish_reason,
+    )
+
+
+def trainer_record(
+    run_id: str, step: int, sample: Sample, logprobs: Logprobs, weights: WeightVersion, facts: EngineFacts
+) -> TrainerRecord:
+    """The trainer's side of a sample: the tokens, cut, mask and temperature that it was given, and its own weights."""
+    it = sample.rollout
+    tokens = np.asarray(it.prompt + it.response, np.uint32)
+    return TrainerRecord(
+        run_id=run_id,
+        step=step,
+        sample_id=it.sample_id,
+        trainer_id=facts.engine_id,
+        token_count=len(tokens),
+        tokens=tokens,
+        prompt_len=len(it.prompt),
+        logprobs=logprobs,
+        mask=np.asarray(sample.mask, np.bool_),
+        sampling=_sampling(it.sampling, facts),
+        weight_version=weights.version,
+        weight_digest=weights.digest,
+        contract_digest=facts.contract_digest,
+        environment=_environment(facts),
+        layout=_layout(facts),
+        positions=Positions(rope_digest=facts.rope_digest),
+    )
+
+
+def _sampling(sampling: Sampling, facts: EngineFacts) -> AuditedSampling:
+    return AuditedSampling(temperature=sampling.temperature, seed=sampling.seed, logprobs_mode=facts.logprobs_mode)
+
+
+def _environment(facts: EngineFacts) -> Environment:
+    it = facts.environment
+    return Environment(arch=it.arch, mma=it.mma, digest=it.digest())
+
+
+def _layout(facts: EngineFacts) -> Layout:
+    return Layout(
+        tp_size=facts.tp_size,
+        cp_size=facts.cp_size,
+        vocab_size=facts.vocab_size,
+        padded_vocab_size=facts.padded_vocab_size,
+        vocab_shards=facts.vocab_shards,
+    )

@@ -1,0 +1,159 @@
+"""The job's own auditor: a separate process, watched, and started again on the same ledger and ports when it dies."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.errors import AuditorError
+
+log = logging.getLogger(__name__)
+
+_START_SECONDS = 60.0
+_RESTART_PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AuditorAddress:
+    """grpc: host:port. http: base URL of the API and of /metrics."""
+
+    grpc: str
+    http: str
+
+
+class OwnAuditor:
+    """`python -m auditor.main` as a child process in a session of its own, so that Ctrl-C reaches the job first."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], grpc_port: int, http_port: int, restart: bool) -> None:
+        """folder: of ports.json and auditor.log. arguments: passed on. Ports of 0 mean any. Starts nothing yet."""
+        self._folder = folder
+        self._arguments = tuple(arguments)
+        self._ports = (grpc_port, http_port)
+        self._restart = restart
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._spawning = threading.Lock()
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> AuditorAddress:
+        """Start it and wait until it answers; AuditorError says why it does not."""
+        for port in self._ports:
+            _require_free(port)
+        self._spawn()
+        ports = self._wait_for_ports()
+        self._ports = (int(ports["grpc"].rpartition(":")[2]), int(ports["http"].rpartition(":")[2]))
+        address = AuditorAddress(f"127.0.0.1:{self._ports[0]}", f"http://127.0.0.1:{self._ports[1]}")
+        wait_until_ready(address.http, _START_SECONDS, self._check_alive)
+        if self._restart:
+            threading.Thread(target=self._watch, name="auditor-watch", daemon=True).start()
+        return address
+
+    def stop(self) -> None:
+        """Ask it to end; kill it after ten seconds."""
+        with self._spawning:
+            self._stopping.set()
+            process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _spawn(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        ports_file = self._folder / "ports.json"
+        ports_file.unlink(missing_ok=True)
+        grpc, http = self._ports
+        command = [sys.executable, "-m", "auditor.main", "--grpc", f"127.0.0.1:{grpc}", "--http", f"127.0.0.1:{http}"]
+        with (self._folder / "auditor.log").open("ab") as output:
+            self._process = subprocess.Popen(
+                [*command, "--ports-file", str(ports_file), *self._arguments],
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def _wait_for_ports(self) -> dict[str, str]:
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            self._check_alive()
+            try:
+                found: dict[str, str] = json.loads((self._folder / "ports.json").read_text())
+                return found
+            except (FileNotFoundError, json.JSONDecodeError):
+                time.sleep(0.05)
+        raise AuditorError(
+            f"the auditor said no ports within {_START_SECONDS:.0f} s; see {self._folder / 'auditor.log'}"
+        )
+
+    def _check_alive(self) -> None:
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            lines = (self._folder / "auditor.log").read_text(errors="replace").strip().splitlines() or ["no output"]
+            raise AuditorError(f"the auditor ended with code {code}: {lines[-1]}")
+
+    def _watch(self) -> None:
+        while not self._stopping.is_set():
+            assert self._process is not None
+            code = self._process.wait()
+            self._stopping.wait(_RESTART_PAUSE_SECONDS)
+            with self._spawning:
+                if self._stopping.is_set():
+                    return
+                log.warning("the auditor ended with code %s; starting it again on the same ledger", code)
+                self._spawn()
+            self.restarts += 1
+
+
+def wait_until_ready(http: str, seconds: float, check: Callable[[], None] = lambda: None) -> None:
+    """Wait until `http`/readyz says 200; AuditorError after `seconds`. check: called between tries, may raise."""
+    deadline = time.monotonic() + seconds
+    reason = "no try was made"
+    while time.monotonic() < deadline:
+        check()
+        try:
+            with urllib.request.urlopen(f"{http}/readyz", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+                reason = f"it answers {answer.status}"
+        except urllib.error.HTTPError as error:
+            reason = f"it answers {error.code}"
+        except (OSError, ValueError) as error:
+            reason = str(getattr(error, "reason", error))
+        time.sleep(0.1)
+    raise AuditorError(f"the auditor at {http} is not ready after {seconds:.0f} s: {reason}")
+
+
+def _require_free(port: int) -> None:
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            raise AuditorError(
+                f"port {port} is in use; set auditor.grpc_port and auditor.http_port to free ports, or to 0 for any"
+            ) from None
