@@ -146,8 +146,9 @@ class Reference:
     def logp_from_logits(self, logits: F32, ids: I64, temperature: F32, *, vocab: int) -> tuple[F32, F32]:
         """logits[T,V], ids[T,J], temperature[T] → logp[T,J], lse[T]."""
         lse = self.merge_vocab_stats(*self.vocab_stats(logits, temperature, vocab_start=0, vocab=vocab))
-        z = np.take_along_axis(logits, ids, axis=1) / temperature[:, None]
-        return canonical(z - lse[:, None]), lse
+        with np.errstate(invalid="ignore"):  # a logit may be infinite; its NaN is kept
+            z = np.take_along_axis(logits, ids, axis=1) / temperature[:, None]
+            return canonical(z - lse[:, None]), lse
 
     def linear_logp(self, h: Bits, w: Bits, target: I64, *, temperature: float, vocab: int) -> tuple[F32, F32]:
         """h[T,K], w[V,K], target[T] → logp[T], lse[T]."""
