@@ -19,7 +19,7 @@ VOCAB_TILE: Final = 64
 GEMM = (
     "y[m,n] = chain over k of x[m,k]*w[n,k]; fp32 accumulator",
     "segments S: k is cut into S equal parts, each its own chain from +0; y = tree of the S fp32 partials",
-    "a rank of TP degree t owns S/t neighbouring parts and hands out their fp32 subtree; the tree over ranks finishes it",
+    "a rank of TP degree t owns S/t neighbouring parts, hands out their fp32 subtree; the tree over ranks ends it",
     "output bf16(y), or y itself where the output is fp32",
     "dx[m,k] = chain over n of dy[m,n]*w[n,k], segments as above along n; output bf16",
     "dw[n,k] <- chain over rows t, starting from the fp32 main gradient, of dy[t,n]*x[t,k]; rows in logical order",
