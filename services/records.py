@@ -49,6 +49,18 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """One response to be drawn.
+
+    Request(sample_id="003-01", prompt=(216, 34), sampling=Sampling(…))
+    """
+
+    sample_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One response as the rollout engine gave it: logprobs[i] belongs to response[i].
 

@@ -1,0 +1,188 @@
+"""Ray around the two actors: a cluster to run on, one process an engine (and trainer rank), and plain calls to them.
+
+What an actor raises arrives here as the error itself, without Ray's wrapping; an actor that dies is a ServicesError.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from auditor.client import Counts
+from services.audit_sink import AuditTarget
+from services.config import Ray as RayConfig
+from services.engines import RolloutEngine, TrainerEngine
+from services.errors import ServicesError
+from services.records import Batch, Request, Rollout, TrainOutcome, WeightVersion
+from services.rollout.actor import RolloutActor
+from services.trainer.actor import TrainerActor
+from services.weights import WeightStore
+
+_CLOSE_SECONDS = 20.0
+
+
+@contextmanager
+def ray_cluster(config: RayConfig, actors: int) -> Iterator[None]:
+    """Join the cluster that the config or the environment names, or start one here with a CPU for each actor.
+
+    A cluster that was started here ends with the block; one that was joined is left as it was found.
+    """
+    address = config.address or os.environ.get("RAY_ADDRESS", "")
+    try:
+        if address:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, actors),
+                include_dashboard=config.dashboard,
+                object_store_memory=config.object_store_mb * 2**20,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"the Ray cluster at {address} cannot be joined" if address else "a local Ray cluster cannot be started"
+        raise ServicesError(f"{where}: {str(error).splitlines()[0]}") from None
+    try:
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        if cpus < actors:
+            raise ServicesError(f"the Ray cluster has {cpus} CPUs; the {actors} actors of this job need one each")
+        yield
+    finally:
+        ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How an actor's process is set up. environment: variables for it. log: file that its output is appended to."""
+
+    environment: Mapping[str, str]
+    log: Path
+
+
+class RolloutHandle:
+    """The rollout actor, called as if it were here."""
+
+    def __init__(self, make_engine: Callable[[], RolloutEngine], audit: AuditTarget, place: Place) -> None:
+        self._log = place.log
+        self._actor = _start(RolloutActor, place, make_engine, audit)
+
+    def load(self, weights: WeightVersion) -> str:
+        """As RolloutActor.load."""
+        return str(self._call(self._actor.load.remote(weights)))
+
+    def generate(self, step: int, requests: Sequence[Request]) -> tuple[Rollout, ...]:
+        """As RolloutActor.generate."""
+        rollouts: tuple[Rollout, ...] = self._call(self._actor.generate.remote(step, requests))
+        return rollouts
+
+    def flush(self, timeout: float) -> Counts:
+        """As RolloutActor.flush."""
+        counts: Counts = self._call(self._actor.flush.remote(timeout))
+        return counts
+
+    def close(self) -> None:
+        """Deliver the last records and end the process."""
+        _close([self._actor])
+
+    def _call(self, reference: Any) -> Any:
+        return _results([reference], "the rollout actor", self._log)[0]
+
+
+class TrainerHandle:
+    """All ranks of the trainer, called as one; what rank 0 says is the answer."""
+
+    def __init__(
+        self, make_engine: Callable[[int], Callable[[], TrainerEngine]], audit: AuditTarget, place: Place, ranks: int
+    ) -> None:
+        """make_engine: rank → what builds that rank's engine, in its own process. The ranks find each other there."""
+        self._log = place.log
+        self._actors = [
+            _start(TrainerActor, place, make_engine(rank), audit if rank == 0 else None) for rank in range(ranks)
+        ]
+
+    def load(self, weights: WeightVersion) -> str:
+        """As TrainerActor.load."""
+        return str(self._all("load", weights))
+
+    def train(self, batch: Batch) -> TrainOutcome:
+        """As TrainerActor.train."""
+        outcome: TrainOutcome = self._all("train", batch)
+        return outcome
+
+    def publish(self, store: WeightStore, version: int) -> WeightVersion:
+        """Write the weights into `store` as `version`, and count from now on as holding that version."""
+        final = store.folder(version)
+        return store.publish(version, lambda scratch: str(self._all("export", version, scratch, final)))
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """As TrainerActor.save_checkpoint."""
+        self._all("save_checkpoint", folder)
+
+    def load_checkpoint(self, folder: Path, weights: WeightVersion) -> str:
+        """As TrainerActor.load_checkpoint."""
+        return str(self._all("load_checkpoint", folder, weights))
+
+    def flush(self, timeout: float) -> Counts:
+        """As TrainerActor.flush."""
+        counts: Counts = self._all("flush", timeout)
+        return counts
+
+    def close(self) -> None:
+        """Deliver the last records and end the processes."""
+        _close(self._actors)
+
+    def _all(self, method: str, *arguments: Any) -> Any:
+        references = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        return _results(references, "the trainer actor", self._log)[0]
+
+
+def _start(actor: type, place: Place, *arguments: Any) -> Any:
+    class Logged(actor):  # type: ignore[misc]
+        def __init__(self, log: Path, *arguments: Any) -> None:
+            _append_output_to(log)
+            super().__init__(*arguments)
+
+    Logged.__name__ = Logged.__qualname__ = actor.__name__
+    remote = ray.remote(Logged).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": dict(place.environment)})
+    return remote.remote(place.log, *arguments)
+
+
+def _append_output_to(log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(handle, stream.fileno())
+    os.close(handle)
+
+
+def _results(references: list[Any], who: str, log: Path) -> list[Any]:
+    try:
+        return list(ray.get(references))
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayActorError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, Exception):
+            raise cause from None
+        raise ServicesError(f"{who} died: {_first_line(error)}; its output is in {log}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _close(actors: list[Any]) -> None:
+    # The job is ending; what the auditor did not get was counted and is on disk.
+    with suppress(RayTaskError, RayActorError, GetTimeoutError):
+        ray.get([actor.close.remote() for actor in actors], timeout=_CLOSE_SECONDS)
+    for actor in actors:
+        ray.kill(actor)

@@ -1,0 +1,83 @@
+"""Everything that can be known to be wrong before anything is started: one line each, the thing and what is right."""
+
+import shutil
+from pathlib import Path
+
+from rl_kernel.contract import profile
+from rl_kernel.errors import RlKernelError
+from rl_kernel.reference.config import DecoderConfig
+from services.config import Config
+from services.errors import ConfigError
+
+_MIB = 2**20
+
+
+def check(config: Config, model: Path) -> DecoderConfig:
+    """Check the config against the model folder and this machine; return the model's shape. Raises ConfigError."""
+    try:
+        profile(config.numerics.profile)
+        shape = DecoderConfig.read(model)
+    except RlKernelError as error:
+        raise ConfigError(str(error)) from None
+    strict = config.numerics.mode == "strict"
+    for side, tp_size in (("rollout", config.rollout.tp_size), ("trainer", config.trainer.tp_size)):
+        check_tp(f"{side}.tp_size", tp_size, shape, config.numerics.segments if strict else None)
+    _check_lengths(config, shape)
+    _check_auditor(config)
+    _check_disk(config, model)
+    return shape
+
+
+def check_tp(key: str, tp_size: int, shape: DecoderConfig, segments: int | None) -> None:
+    """Raise ConfigError unless `tp_size` ranks can share the heads and the segments (None: no contract)."""
+    for name, count in (
+        ("attention heads", shape.heads),
+        ("key-value heads", shape.kv_heads),
+        ("MLP columns", shape.intermediate),
+    ):
+        if count % tp_size:
+            fits = [str(t) for t in range(1, shape.kv_heads + 1) if shape.heads % t == 0 and shape.kv_heads % t == 0]
+            raise ConfigError(f"{key} = {tp_size} does not divide the model's {count} {name}; use {' or '.join(fits)}")
+    if segments and segments % tp_size:
+        raise ConfigError(
+            f"{key} = {tp_size} does not divide numerics.segments = {segments}; "
+            f"set numerics.segments to a common multiple of both tp_size"
+        )
+
+
+def _check_lengths(config: Config, shape: DecoderConfig) -> None:
+    length, most = config.rollout.max_model_len, shape.max_position
+    if length > most:
+        raise ConfigError(f"rollout.max_model_len = {length} is more than the model's {most} positions")
+    if config.rollout.max_new_tokens >= length:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt "
+            f"in rollout.max_model_len = {length}"
+        )
+
+
+def _check_auditor(config: Config) -> None:
+    auditor = config.auditor
+    if bool(auditor.grpc) != bool(auditor.http):
+        missing = "auditor.http" if auditor.grpc else "auditor.grpc"
+        raise ConfigError(f"{missing} is empty; a running auditor needs both auditor.grpc and auditor.http")
+    if auditor.http and not auditor.http.startswith(("http://", "https://")):
+        raise ConfigError(f"auditor.http = {auditor.http!r} should be a URL such as http://127.0.0.1:8080")
+    if auditor.token_file and not Path(auditor.token_file).is_file():
+        raise ConfigError(f"auditor.token_file = {auditor.token_file!r} does not exist")
+
+
+def _check_disk(config: Config, model: Path) -> None:
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    if not size:
+        raise ConfigError(f"{model} holds no *.safetensors file; expected a Hugging Face model folder")
+    # One version more than is kept while the next is written; masters and two moments in fp32 in a checkpoint.
+    need = (config.weights.keep + 1) * size + 6 * size
+    root = Path(config.run.directory)
+    root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(root).free
+    if free < need:
+        raise ConfigError(
+            f"{root.resolve()} has {free // _MIB} MiB free; weights and a checkpoint need about {need // _MIB} MiB: "
+            f"free some space, or set run.directory to another disk"
+        )

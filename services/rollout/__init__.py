@@ -1,0 +1,1 @@
+"""The side that samples: vLLM in `engine`, Ray and the audit around it in `actor`."""
