@@ -32,3 +32,13 @@ def engine_arguments(*, profile: str = "portable", segments: int = 1) -> dict[st
         "logprobs_mode": "processed_logprobs",
         "additional_config": {"rl_kernel": {"profile": profile, "segments": segments}},
     }
+
+
+def native_engine_arguments() -> dict[str, Any]:
+    """The same for the control group: vLLM's own arithmetic in the same dtype, with the same calls on the worker."""
+    return {
+        "dtype": "bfloat16",
+        "worker_cls": NATIVE_WORKER,
+        "enforce_eager": True,
+        "logprobs_mode": "processed_logprobs",
+    }

@@ -1,0 +1,331 @@
+"""vLLM as the job's rollout engine: strict, or stock for the control group. The only place here that imports vLLM.
+
+A strict engine proves itself before it samples for anybody: it generates a few tokens, asks every worker what served
+each op and how often, compares the weights in memory with the folder, and has the reference decoder recompute the
+tokens' logprobs to the bit. EvidenceError if any of that fails.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from rl_kernel.compare import compare_bits
+from rl_kernel.contract import ModelContract
+from rl_kernel.contracts import model_contract
+from rl_kernel.environment import read_environment
+from rl_kernel.errors import EvidenceError, ModelError, ShapeError, WeightDigestError
+from rl_kernel.integrations import vllm as strict_vllm
+from rl_kernel.integrations.evidence import Evidence, OpEvidence
+from rl_kernel.reference.config import DecoderConfig
+from rl_kernel.reference.model import Decoder, expected_tensors
+from rl_kernel.reference.weights import map_weights, weight_digest
+from services.config import Config, Numerics
+from services.engines import EngineFacts, Generated
+from services.records import Sampling
+
+_WARM_UP_PROMPT: Final = 5  # tokens; and so many new ones
+_WARM_UP_TOKENS: Final = 3
+_VOCAB_TILE: Final = 64  # vLLM pads the vocabulary to a multiple of it, as the contract does
+
+# What vLLM must find in the environment, in this process and in those that it starts.
+_ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How vLLM is run.
+
+    threads: CPU threads of each tensor-parallel rank. own_process: let vLLM start a process for itself; with
+    tp_size > 1 it always does. max_num_batched_tokens: of one step; a longer prompt is prefilled in chunks.
+    block_size: tokens of a KV-cache block. kv_cache_mb: memory for keys and values of each rank, MiB.
+    """
+
+    engine_id: str = "rollout-0"
+    numerics: Numerics = "strict"
+    profile: str = "portable"
+    segments: int = 1
+    tp_size: int = 1
+    threads: int = 1
+    own_process: bool = False
+    max_model_len: int = 256
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    kv_cache_mb: int = 64
+    prefix_caching: bool = True
+    block_size: int = 64
+
+    @classmethod
+    def of(cls, config: Config, engine_id: str = "rollout-0") -> "EngineOptions":
+        """The options that the job's config asks for."""
+        return cls(
+            engine_id=engine_id,
+            numerics=config.numerics.mode,
+            profile=config.numerics.profile,
+            segments=config.numerics.segments,
+            tp_size=config.rollout.tp_size,
+            threads=config.numerics.threads,
+            max_model_len=config.rollout.max_model_len,
+            max_num_seqs=config.rollout.max_num_seqs,
+            kv_cache_mb=config.rollout.kv_cache_mb,
+            prefix_caching=config.rollout.prefix_caching,
+        )
+
+
+class RolloutEngine:
+    """One vLLM engine, in this process or in its own. Called by one thread."""
+
+    def __init__(self, model: Path, options: EngineOptions) -> None:
+        """Build the engine on the weights in `model`, a Hugging Face folder.
+
+        Raises ModelError for a model or a split that has no contract, EvidenceError if strict numerics are not what
+        really runs, WeightDigestError if the weights in memory are not the folder's.
+        """
+        self._options = options
+        self._config = DecoderConfig.read(model)
+        self._contract: ModelContract | None = None
+        if options.numerics == "strict":
+            self._contract = model_contract(options.profile, segments=options.segments)
+        _check_split(self._config, options)
+        _check_tensors(self._config, model)
+        self._digest = weight_digest(model)
+        self._llm = _start(model, options)
+        if self._contract is not None:
+            self._confirm(self._digest)
+            self._prove(model, self._contract)
+
+    @property
+    def weight_digest(self) -> str:
+        """Digest of the weights that the engine computes with."""
+        return self._digest
+
+    def facts(self) -> EngineFacts:
+        """Describe this engine."""
+        contract = self._contract
+        padded = -(-self._config.vocab // _VOCAB_TILE) * _VOCAB_TILE
+        tp_size = self._options.tp_size
+        return EngineFacts(
+            engine_id=self._options.engine_id,
+            contract_digest=contract.digest() if contract else "native",
+            environment=read_environment(contract.profile.mma if contract else "native"),
+            tp_size=tp_size,
+            vocab_size=self._config.vocab,
+            padded_vocab_size=padded,
+            vocab_shards=tuple(padded * rank // tp_size for rank in range(tp_size + 1)),
+            rope_digest=self._config.rope_digest,
+        )
+
+    def load(self, folder: Path) -> str:
+        """Replace the weights by those in `folder` and drop every cached key and value; return the digest.
+
+        What is loaded is confirmed from the engine's own memory. A folder of another model, or one that is not
+        complete, is refused with a ModelError before anything is replaced.
+        """
+        if DecoderConfig.read(folder) != self._config:
+            raise ModelError(f"{folder} holds another model than the engine was built for: its config.json differs")
+        _check_tensors(self._config, folder)
+        digest = weight_digest(folder)
+        self._llm.collective_rpc("replace_weights", args=(str(folder),))
+        if not self._llm.reset_prefix_cache():
+            raise EvidenceError("vLLM kept its prefix cache across a weight update: requests are still running")
+        self._confirm(digest)
+        self._digest = digest
+        return digest
+
+    def load_weights(self, folder: Path, digest: str) -> None:
+        """As `load`; WeightDigestError, with the old weights kept, if `folder` does not have the announced digest."""
+        found = weight_digest(folder)
+        if found != digest:
+            raise WeightDigestError(f"{folder}: weight digest is {found}, announced was {digest}")
+        self.load(folder)
+
+    def generate(self, prompts: Sequence[tuple[int, ...]], sampling: Sequence[Sampling]) -> list[Generated]:
+        """One response a prompt, in order. A prompt may come more than once, with another seed.
+
+        A temperature of 0 is greedy, with logprobs at temperature 1. ShapeError for a prompt that is empty, too long
+        for the context, or has ids outside the vocabulary.
+        """
+        for i, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
+            self._check_prompt(i, prompt, how)
+        if not prompts:
+            return []
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            [_sampling_params(how) for how in sampling],
+            use_tqdm=False,
+        )
+        return [_generated(output.outputs[0]) for output in outputs]
+
+    def evidence(self) -> list[Evidence]:
+        """What served each op on every rank since the engine was proven; empty for a native engine."""
+        if self._contract is None:
+            return []
+        return [_evidence(fields) for fields in self._llm.collective_rpc("evidence")]
+
+    def close(self) -> None:
+        """Stop vLLM and whatever processes it started."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _check_prompt(self, i: int, prompt: tuple[int, ...], how: Sampling) -> None:
+        room = self._options.max_model_len
+        if not prompt:
+            raise ShapeError(f"prompt {i} is empty; it needs at least one token")
+        if len(prompt) + how.max_new_tokens > room:
+            raise ShapeError(
+                f"prompt {i} has {len(prompt)} tokens and asks for {how.max_new_tokens} more; "
+                f"max_model_len {room} has no room for them"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._config.vocab:
+            raise ShapeError(f"prompt {i} has ids outside the vocabulary of {self._config.vocab}")
+
+    def _confirm(self, digest: str) -> None:
+        """Compare the weights in memory with the folder's digest."""
+        found = self._llm.collective_rpc("confirm_weights")[0]
+        if found != digest:
+            raise WeightDigestError(f"{self._options.engine_id} holds weights with digest {found}, loaded was {digest}")
+
+    def _prove(self, model: Path, contract: ModelContract) -> None:
+        """Generate a little; every op must have been ours, as often as the model implies, with the reference's bits."""
+        self._llm.collective_rpc("reset_evidence")
+        prompt = tuple(i * 7 % self._config.vocab for i in range(1, _WARM_UP_PROMPT + 1))
+        response = self.generate([prompt], [Sampling(1.0, seed=0, max_new_tokens=_WARM_UP_TOKENS)])[0]
+        expected = self._llm.collective_rpc("expected_evidence", args=(_WARM_UP_TOKENS,))
+        for evidence, wanted in zip(self.evidence(), expected, strict=True):
+            evidence.require(wanted)
+        tokens = np.array(prompt + response.tokens, np.int64)
+        reference = Decoder.open(model, contract).logprobs([tokens], [len(prompt)])[0]
+        difference = compare_bits(response.logprobs, reference)
+        if not difference.equal:
+            raise EvidenceError(
+                f"{self._options.engine_id}: {difference.differing} of {difference.compared} logprobs differ from the "
+                f"reference decoder's (max |Δ| {difference.max_abs:.3g}); strict mode needs equal bits"
+            )
+        self._llm.reset_prefix_cache()
+        self._llm.collective_rpc("reset_evidence")
+
+
+def _check_split(config: DecoderConfig, options: EngineOptions) -> None:
+    tp_size = options.tp_size
+    for name, count in (("attention heads", config.heads), ("kv heads", config.kv_heads)):
+        if count % tp_size:
+            raise ModelError(f"rollout tp_size {tp_size} does not divide the model's {count} {name}")
+    if options.numerics == "native":
+        return
+    if options.segments % tp_size:
+        raise ModelError(f"rollout tp_size {tp_size} does not divide segments {options.segments}")
+    for name, width in (("attention width", config.heads * config.head_dim), ("MLP width", config.intermediate)):
+        if width % options.segments:
+            raise ModelError(f"segments {options.segments} does not divide the model's {name} {width}")
+
+
+def _check_tensors(config: DecoderConfig, folder: Path) -> None:
+    tensors = map_weights(folder)
+    for name, shape in expected_tensors(config):
+        if name not in tensors:
+            raise ModelError(f"{folder}: tensor {name!r} is missing")
+        dtype, array = tensors[name]
+        if dtype != "BF16" or array.shape != shape:
+            raise ModelError(f"{folder}: tensor {name!r} is {dtype}{list(array.shape)}, expected BF16{list(shape)}")
+    if config.tied and "lm_head.weight" in tensors:
+        raise ModelError(f"{folder}: 'lm_head.weight' must not be there, since tie_word_embeddings is true")
+
+
+def _start(model: Path, options: EngineOptions) -> Any:
+    separate = options.own_process or options.tp_size > 1
+    environment = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0"}
+    if separate:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = _thread_binding(options)
+    arguments = strict_vllm.native_engine_arguments()
+    with _variables(environment):
+        from vllm import LLM  # noqa: PLC0415 (reads the environment)
+
+        if options.numerics == "strict":
+            strict_vllm.register()
+            arguments = strict_vllm.engine_arguments(profile=options.profile, segments=options.segments)
+        if not separate:
+            _set_threads(options.threads)
+        return LLM(
+            str(model),
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            tensor_parallel_size=options.tp_size,
+            distributed_executor_backend="mp" if options.tp_size > 1 else None,
+            kv_cache_memory_bytes=options.kv_cache_mb * 2**20,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
+            enable_prefix_caching=options.prefix_caching,
+            block_size=options.block_size,
+            seed=0,
+            **arguments,
+        )
+
+
+def _set_threads(threads: int) -> None:
+    """Threads of this process; vLLM's worker later disables `torch.set_num_threads`, but not what is below it."""
+    import torch  # noqa: PLC0415
+
+    torch._C.set_num_threads(threads)
+
+
+def _sampling_params(how: Sampling) -> Any:
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    return SamplingParams(
+        temperature=how.temperature,
+        seed=how.seed,
+        max_tokens=how.max_new_tokens,
+        stop_token_ids=list(how.stop_token_ids),
+        ignore_eos=True,  # what stops a response is in its sampling, where the auditor sees it
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
+
+def _generated(output: Any) -> Generated:
+    return Generated(
+        tokens=tuple(output.token_ids),
+        logprobs=np.array([output.logprobs.logprobs[i] for i in output.logprobs.start_indices], np.float32),
+        finish_reason=output.finish_reason,
+    )
+
+
+def _evidence(fields: dict[str, Any]) -> Evidence:
+    evidence = Evidence(**fields)
+    ops = tuple(OpEvidence(**op) for op in fields["ops"])
+    return replace(evidence, ops=ops, foreign=tuple(fields["foreign"]))
+
+
+def _thread_binding(options: EngineOptions) -> str:
+    """Cores of each rank in vLLM's notation; ranks share cores where there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = []
+    for rank in range(options.tp_size):
+        own = [cores[(rank * options.threads + i) % len(cores)] for i in range(options.threads)]
+        ranks.append(",".join(str(core) for core in dict.fromkeys(own)))
+    return "|".join(ranks)
+
+
+@contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for as long as vLLM starts; its own processes inherit them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
