@@ -5,12 +5,21 @@
     ├── ModelUnavailable     a model that is neither in the cache nor to be had
     ├── PublishError         weights that could not be written, or that an engine did not confirm
     ├── CheckpointError      a run that cannot be resumed
+    ├── TrainingError        numbers that a step cannot go on with
     └── AuditorError         an auditor that does not start or does not answer
 
 The message is one line that names the thing and says what would be right. `exit_code` is what the process ends with.
 """
 
-__all__ = ["AuditorError", "CheckpointError", "ConfigError", "ModelUnavailable", "PublishError", "ServicesError"]
+__all__ = [
+    "AuditorError",
+    "CheckpointError",
+    "ConfigError",
+    "ModelUnavailable",
+    "PublishError",
+    "ServicesError",
+    "TrainingError",
+]
 
 
 class ServicesError(Exception):
@@ -33,6 +42,10 @@ class PublishError(ServicesError, RuntimeError):
 
 class CheckpointError(ServicesError, ValueError):
     """A run that cannot be resumed."""
+
+
+class TrainingError(ServicesError, ArithmeticError):
+    """Numbers that a step cannot go on with, such as a logprob that is not finite."""
 
 
 class AuditorError(ServicesError, RuntimeError):

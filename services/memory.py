@@ -16,11 +16,6 @@ class PeakMemory:
         self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
         self._thread.start()
 
-    @property
-    def peak_bytes(self) -> int:
-        """The largest sum seen so far."""
-        return self._peak
-
     def stop(self) -> int:
         """Stop sampling and return the peak in bytes."""
         self._stopping.set()

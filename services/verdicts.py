@@ -6,17 +6,20 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 _TIMEOUT_SECONDS = 5.0
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
     """Counts of one step, or of a whole run.
 
-    max_abs: largest |rollout - trainer| logprob. recomputed_mismatched: recomputed tokens on which at least one side
-    differs from the reference. queued: samples that wait to be recomputed. by_verdict: samples.
+    max_abs: largest |trainer - rollout| logprob. recomputed_mismatched: recomputed values that differ from the
+    reference, of either side. queued: samples that wait to be recomputed. by_verdict and so on: samples.
     """
 
     samples: int = 0
@@ -45,3 +48,65 @@ class Verdicts:
     def settled(self) -> bool:
         """Whether nothing is waited for."""
         return self.samples > 0 and self.pending == 0 and self.queued == 0
+
+    @classmethod
+    def from_totals(cls, totals: Mapping[str, Any]) -> "Verdicts":
+        """From the `totals` of a run or step as the API writes them."""
+        return cls(
+            samples=totals["samples"],
+            compared_tokens=totals["compared_tokens"],
+            mismatched_tokens=totals["mismatched_tokens"],
+            max_abs=totals["drift"]["max_abs"] or 0.0,
+            recomputed_tokens=totals["recomputed_tokens"],
+            recomputed_mismatched=totals["rollout_differing"] + totals["trainer_differing"],
+            queued=totals["references"].get("queued", 0),
+            by_verdict=totals["verdicts"],
+            by_condition=totals["conditions"],
+            by_side=totals["sides"],
+            by_cause=totals["causes"],
+        )
+
+
+class AuditorApi:
+    """The read API, for one run. Every method gives up after seconds, since the job must not wait for its referee."""
+
+    def __init__(self, http: str, run_id: str, token_file: str = "") -> None:
+        self._url = f"{http.rstrip('/')}/api/v1/runs/{quote(run_id, safe='')}"
+        self._headers = {"Authorization": f"Bearer {Path(token_file).read_text().strip()}"} if token_file else {}
+
+    def run(self) -> Verdicts | None:
+        """The whole run; None if the auditor does not answer or knows nothing of it."""
+        return self._verdicts("")
+
+    def step(self, step: int, samples: int = 0, seconds: float = 0.0) -> Verdicts | None:
+        """One step, once `samples` samples of it are compared, or after `seconds`; None as for `run`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            verdicts = self._verdicts(f"/steps/{step}")
+            done = verdicts is not None and verdicts.samples - verdicts.pending >= samples
+            if done or time.monotonic() >= deadline:
+                return verdicts
+            time.sleep(_POLL_SECONDS)
+
+    def is_settled(self, step: int) -> bool:
+        """Whether nothing of this step is waited for."""
+        verdicts = self._verdicts(f"/steps/{step}")
+        return verdicts is not None and verdicts.settled
+
+    def settle(self, samples: int, seconds: float) -> Verdicts | None:
+        """The whole run, once all of `samples` are judged and nothing waits for the reference, or after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            verdicts = self.run()
+            done = verdicts is not None and verdicts.settled and verdicts.samples >= samples
+            if done or time.monotonic() >= deadline:
+                return verdicts
+            time.sleep(_POLL_SECONDS)
+
+    def _verdicts(self, path: str) -> Verdicts | None:
+        request = urllib.request.Request(self._url + path, headers=self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+                return Verdicts.from_totals(json.load(answer)["totals"])
+        except (OSError, json.JSONDecodeError):
+            return None

@@ -1,0 +1,227 @@
+"""A run from start to end: the parts are made and wired here, and taken down in the reverse order."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from auditor.client import Counts
+from services.audit_sink import AuditTarget
+from services.cluster import Place, RolloutHandle, TrainerHandle, ray_cluster
+from services.config import Config
+from services.engines import RolloutEngine, TrainerEngine
+from services.loop import Parts, StepResult, run_steps
+from services.memory import PeakMemory
+from services.records import WeightVersion
+from services.referee import AuditorAddress, OwnAuditor, wait_until_ready
+from services.report import Report, StepLine
+from services.run_folder import Checkpoint, RunFolder
+from services.summary import Summary
+from services.tasks import make_task
+from services.verdicts import AuditorApi, Verdicts
+from services.weights import WeightStore, confirm
+
+_FIRST_VERSION = 1
+_READY_SECONDS = 10.0
+_VERDICT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is open while a run goes on. start: where it goes on from, None for a new run."""
+
+    config: Config
+    folder: RunFolder
+    start: Checkpoint | None
+    report: Report
+    api: AuditorApi
+    store: WeightStore
+    rollout: RolloutHandle
+    trainer: TrainerHandle
+    parts: Parts
+
+    @property
+    def first_step(self) -> int:
+        """The first step that this process does."""
+        return self.start.next_step if self.start else 0
+
+    @property
+    def samples_per_step(self) -> int:
+        """Responses in each step."""
+        return self.config.task.prompts_per_step * self.config.task.samples_per_prompt
+
+
+def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
+    """Run `config`, or go on with `resume`; print as it goes; return the exit code. model: a checked model folder."""
+    began = time.monotonic()
+    start = resume.newest_checkpoint() if resume else None
+    folder = resume or RunFolder.create(config)
+    memory = PeakMemory()
+    with Report(config.run.steps, start.next_step if start else 0) as report, ExitStack() as stack:
+        report.say(f"run {folder.run_id} in {folder.path}")
+        auditor, address = _auditor(config, folder, stack, report)
+        run = _open(config, model, folder, start, address, stack, report)
+        weights = _first_weights(run, model)
+        setup_seconds = time.monotonic() - began
+        lines = _train(run, weights)
+        records, total = _settle(run)
+        verdicts = [run.api.step(line.result.step) or Verdicts() for line in lines]
+        report.waiting("stopping")
+    summary = Summary(
+        run_id=folder.run_id,
+        numerics=config.numerics.mode,
+        steps=[line.result for line in lines],
+        verdicts=verdicts,
+        total=total,
+        samples=config.run.steps * run.samples_per_step,
+        records=records,
+        setup_seconds=setup_seconds,
+        total_seconds=time.monotonic() - began,
+        peak_bytes=memory.stop(),
+        auditor_restarts=auditor.restarts if auditor else 0,
+    )
+    return _conclude(summary, folder, report, address)
+
+
+def _auditor(
+    config: Config, folder: RunFolder, stack: ExitStack, report: Report
+) -> tuple[OwnAuditor | None, AuditorAddress]:
+    """The auditor that the config names, or one of our own on the run's ledger."""
+    report.waiting("starting the auditor")
+    own: OwnAuditor | None = None
+    if config.auditor.grpc:
+        address = AuditorAddress(config.auditor.grpc, config.auditor.http)
+        wait_until_ready(address.http, _READY_SECONDS)
+    else:
+        weights_root = _weights_root(config, folder)
+        weights_root.mkdir(parents=True, exist_ok=True)
+        arguments = ["--ledger", str(folder.path / "ledger.sqlite"), "--weights-root", str(weights_root)]
+        arguments += ["--recompute-rate", str(config.auditor.recompute_rate)]
+        ports = (config.auditor.grpc_port, config.auditor.http_port)
+        own = OwnAuditor(folder.path / "auditor", arguments, *ports, restart=config.auditor.restart)
+        stack.callback(own.stop)
+        address = own.start()
+    report.say(f"auditor: {address.http} (page, API, /metrics), gRPC {address.grpc}")
+    return own, address
+
+
+def _open(
+    config: Config,
+    model: Path,
+    folder: RunFolder,
+    start: Checkpoint | None,
+    address: AuditorAddress,
+    stack: ExitStack,
+    report: Report,
+) -> Run:
+    """Join or start Ray and start the actors, each with an engine of its own."""
+    report.waiting("starting Ray, vLLM and Megatron-core")
+    ranks = config.trainer.tp_size
+    stack.enter_context(ray_cluster(config.ray, actors=1 + ranks))
+    target = AuditTarget(
+        address=address.grpc,
+        run_id=folder.run_id,
+        spool=folder.path / "spool",
+        queue_size=config.auditor.queue_size,
+        token_file=config.auditor.token_file,
+    )
+    logs, environment = folder.path / "logs", {"OMP_NUM_THREADS": str(config.numerics.threads)}
+    rollout = RolloutHandle(partial(make_rollout, config, model), target, Place(environment, logs / "rollout.log"))
+    stack.callback(rollout.close)
+    trainer = TrainerHandle(
+        partial(_trainer_of_rank, config, model, folder.path / "rendezvous"),
+        target,
+        Place(environment, logs / "trainer.log"),
+        ranks,
+    )
+    stack.callback(trainer.close)
+    store = WeightStore(_weights_root(config, folder), config.weights.keep)
+    parts = Parts(make_task(config, model), rollout, trainer, store)
+    api = AuditorApi(address.http, folder.run_id, config.auditor.token_file)
+    return Run(config, folder, start, report, api, store, rollout, trainer, parts)
+
+
+def _first_weights(run: Run, model: Path) -> WeightVersion:
+    """Bring both engines to the weights that the first step samples from, and have both confirm them."""
+    run.report.waiting("loading weights")
+    if run.start is None:
+        weights = run.store.import_model(_FIRST_VERSION, model)
+        held = run.trainer.load(weights)
+    else:
+        weights = run.store.receive(run.start.weight_version)
+        held = run.trainer.load_checkpoint(run.start.folder, weights)
+    confirm(weights, "the trainer", held)
+    confirm(weights, "the rollout engine", run.rollout.load(weights))
+    return weights
+
+
+def _train(run: Run, weights: WeightVersion) -> list[StepLine]:
+    """The loop, with what happens between two steps."""
+    run.report.begin()
+    lines: list[StepLine] = []
+    waiting = [(run.first_step, weights.version)]
+    for result in run_steps(run.config, run.parts, run.first_step, weights):
+        lines.append(StepLine(result, run.api.step(result.step, run.samples_per_step, _VERDICT_SECONDS)))
+        run.report.step(lines[-1])
+        _checkpoint(run, result)
+        waiting = [(step, version) for step, version in waiting if not run.api.is_settled(step)]
+        oldest = min((version for _, version in waiting), default=result.weights.version)
+        run.store.prune(result.weights.version, max(oldest, result.weights.version - run.config.weights.keep_waiting))
+        waiting.append((result.step + 1, result.weights.version))
+    return lines
+
+
+def _checkpoint(run: Run, result: StepResult) -> None:
+    every, next_step = run.config.run.checkpoint_every, result.step + 1
+    if every == 0 or (next_step % every and next_step != run.config.run.steps):
+        return
+    scratch = run.folder.begin_checkpoint(next_step)
+    run.trainer.save_checkpoint(scratch)
+    run.folder.finish_checkpoint(Checkpoint(scratch, next_step, result.weights.version, result.weights.digest))
+
+
+def _settle(run: Run) -> tuple[Counts, Verdicts]:
+    """Deliver every record, then wait (not forever) until the auditor has judged and recomputed what it wanted to."""
+    run.report.waiting("waiting for the auditor's last verdicts")
+    seconds = run.config.auditor.settle_seconds
+    deadline = time.monotonic() + seconds
+    sides = [side.flush(max(0.0, deadline - time.monotonic())) for side in (run.rollout, run.trainer)]
+    counts = Counts(*(sum(getattr(side, name) for side in sides) for name in Counts.__slots__))
+    samples = run.config.run.steps * run.samples_per_step
+    return counts, run.api.settle(samples, max(0.0, deadline - time.monotonic())) or Verdicts()
+
+
+def _conclude(summary: Summary, folder: RunFolder, report: Report, address: AuditorAddress) -> int:
+    summary.write(folder.path)
+    folder.point_latest()
+    report.summary(summary.rows())
+    for name in ("summary.json", "plot.png", "ledger.sqlite"):
+        if (folder.path / name).exists():
+            report.say(f"{folder.path / name}")
+    for fault in summary.faults():
+        report.say(f"NOT CLEAN: {fault}")
+    return 1 if summary.faults() else 0
+
+
+def _weights_root(config: Config, folder: RunFolder) -> Path:
+    return Path(config.weights.directory).resolve() if config.weights.directory else folder.path / "weights"
+
+
+def make_rollout(config: Config, model: Path) -> RolloutEngine:
+    """Build vLLM; called in the rollout actor's process, so that only that process imports it."""
+    from services.rollout import engine  # noqa: PLC0415
+
+    return engine.RolloutEngine(model, engine.EngineOptions.of(config))
+
+
+def make_trainer(config: Config, model: Path, rank: int, rendezvous: Path) -> TrainerEngine:
+    """Build one rank of Megatron-core; called in that rank's process, so that only those processes import it."""
+    from services.trainer import engine  # noqa: PLC0415
+
+    return engine.TrainerEngine(model, engine.TrainerOptions.of(config, rank=rank, rendezvous=f"file://{rendezvous}"))
+
+
+def _trainer_of_rank(config: Config, model: Path, rendezvous: Path, rank: int) -> Callable[[], TrainerEngine]:
+    return partial(make_trainer, config, model, rank, rendezvous)
