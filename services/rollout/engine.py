@@ -26,10 +26,11 @@ from rl_kernel.reference.model import Decoder, expected_tensors
 from rl_kernel.reference.weights import map_weights, weight_digest
 from services.config import Config, Numerics
 from services.engines import EngineFacts, Generated
-from services.records import Sampling
+from services.records import Logprobs, Sampling
 
 _WARM_UP_PROMPT: Final = 5  # tokens; and so many new ones
 _WARM_UP_TOKENS: Final = 3
+_MIN_TEMPERATURE: Final = 0.01  # of vLLM
 _VOCAB_TILE: Final = 64  # vLLM pads the vocabulary to a multiple of it, as the contract does
 
 # What vLLM must find in the environment, in this process and in those that it starts.
@@ -158,12 +159,21 @@ class RolloutEngine:
             self._check_prompt(i, prompt, how)
         if not prompts:
             return []
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-            [_sampling_params(how) for how in sampling],
-            use_tqdm=False,
-        )
-        return [_generated(output.outputs[0]) for output in outputs]
+        return [_generated(output) for output in self._run(prompts, [_sampling_params(how) for how in sampling])]
+
+    def score(self, tokens: tuple[int, ...], prompt_len: int, temperature: float) -> Logprobs:
+        """Log-probability of tokens[prompt_len:], each predicted by a prefill of what comes before it.
+
+        One request a token: the way to ask vLLM about given tokens that shares nothing with its `prompt_logprobs`,
+        which are wrong where a prefix is cached.
+        """
+        cuts = range(prompt_len, len(tokens))
+        asked = [Sampling(temperature, seed=0, max_new_tokens=1) for _ in cuts]
+        for cut, how in zip(cuts, asked, strict=True):
+            self._check_prompt(cut, tokens[:cut], how)
+        parameters = [_sampling_params(how, score=tokens[cut]) for cut, how in zip(cuts, asked, strict=True)]
+        outputs = self._run([tokens[:cut] for cut in cuts], parameters)
+        return np.array([output.logprobs.logprobs[1] for output in outputs], np.float32)
 
     def evidence(self) -> list[Evidence]:
         """What served each op on every rank since the engine was proven; empty for a native engine."""
@@ -175,8 +185,17 @@ class RolloutEngine:
         """Stop vLLM and whatever processes it started."""
         self._llm.llm_engine.engine_core.shutdown()
 
+    def _run(self, prompts: Sequence[tuple[int, ...]], parameters: list[Any]) -> list[Any]:
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return [output.outputs[0] for output in self._llm.generate(inputs, parameters, use_tqdm=False)]
+
     def _check_prompt(self, i: int, prompt: tuple[int, ...], how: Sampling) -> None:
         room = self._options.max_model_len
+        if 0 < how.temperature < _MIN_TEMPERATURE:
+            raise ShapeError(
+                f"prompt {i}: temperature {how.temperature} is below {_MIN_TEMPERATURE}, to which vLLM would raise it "
+                "silently; use 0 for greedy"
+            )
         if not prompt:
             raise ShapeError(f"prompt {i} is empty; it needs at least one token")
         if len(prompt) + how.max_new_tokens > room:
@@ -277,7 +296,8 @@ def _set_threads(threads: int) -> None:
     torch._C.set_num_threads(threads)
 
 
-def _sampling_params(how: Sampling) -> Any:
+def _sampling_params(how: Sampling, score: int | None = None) -> Any:
+    """score: an id whose logprob is wanted beside that of the sampled token."""
     from vllm import SamplingParams  # noqa: PLC0415
 
     return SamplingParams(
@@ -286,7 +306,8 @@ def _sampling_params(how: Sampling) -> Any:
         max_tokens=how.max_new_tokens,
         stop_token_ids=list(how.stop_token_ids),
         ignore_eos=True,  # what stops a response is in its sampling, where the auditor sees it
-        logprobs=0,
+        logprobs=0 if score is None else 1,
+        logprob_token_ids=None if score is None else [score],
         flat_logprobs=True,
         detokenize=False,
     )

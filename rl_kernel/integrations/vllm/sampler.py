@@ -1,9 +1,10 @@
-"""Log-probabilities of sampled tokens (and of the top k) by contract, from fp32 logits divided by the temperature.
+"""Log-probabilities of sampled tokens by contract, from fp32 logits divided by the temperature.
 
-Which token is drawn is vLLM's business and not on the path to a logprob; but equal logits and an equal seed draw
-equal tokens. Shape suffixes: R sequences of the step, V vocabulary.
+Also of the top k, or of given ids. Which token is drawn is vLLM's business and not on the path to a logprob; but equal
+logits and an equal seed draw equal tokens. Shape suffixes: R sequences of the step, V vocabulary.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +36,13 @@ class StrictSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        """logits[R,V] fp32 → sampled ids[R,1], and the logprobs of the sampled and the top ids."""
+        """logits[R,V] fp32 → sampled ids[R,1], and the logprobs of the sampled and the other ids."""
         _refuse(sampling_metadata, predict_bonus_token)
         logits = logits.contiguous()
         temperature = _temperature(logits, sampling_metadata)
-        wanted = sampling_metadata.max_num_logprobs
         z = logits.div(temperature[:, None])
         sampled = self._draw(z, sampling_metadata)
-        logprobs = None if wanted is None else self._logprobs(logits, z, temperature, sampled, wanted)
+        logprobs = self._logprobs(logits, z, temperature, sampled, sampling_metadata)
         return SamplerOutput(sampled_token_ids=sampled.to(torch.int32).unsqueeze(-1), logprobs_tensors=logprobs)
 
     def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
@@ -60,13 +60,26 @@ class StrictSampler(Sampler):
         return torch.where(metadata.temperature < _GREEDY, self.greedy_sample(z), drawn).long()
 
     def _logprobs(
-        self, logits: torch.Tensor, z: torch.Tensor, temperature: torch.Tensor, sampled: torch.Tensor, top: int
-    ) -> LogprobsTensors:
-        ids = sampled[:, None]
-        if top:
-            ids = torch.cat((ids, z.topk(top, dim=-1).indices), dim=1)
+        self,
+        logits: torch.Tensor,
+        z: torch.Tensor,
+        temperature: torch.Tensor,
+        sampled: torch.Tensor,
+        metadata: SamplingMetadata,
+    ) -> LogprobsTensors | None:
+        top, asked = metadata.max_num_logprobs, metadata.logprob_token_ids
+        if top is None and not asked:
+            return None
+        first = sampled[:, None]
+        if asked:
+            others, absent = _asked_ids(asked, len(sampled))
+        else:
+            others, absent = z.topk(top or 0, dim=-1).indices, None
+        ids = torch.cat((first, others), dim=1)
         logprobs, _ = self._logp(logits, ids, temperature, vocab=self._vocab)
-        ranks = batched_count_greater_than(z, z.gather(-1, sampled[:, None]))
+        if absent is not None:
+            logprobs[:, 1:].masked_fill_(absent, float("-inf"))
+        ranks = batched_count_greater_than(z, z.gather(-1, first))
         return LogprobsTensors(ids.to(torch.int32), logprobs, ranks)
 
 
@@ -79,6 +92,17 @@ def _temperature(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tens
     return torch.where(metadata.temperature < _GREEDY, 1.0, metadata.temperature)
 
 
+def _asked_ids(asked: Mapping[int, Sequence[int]], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row → ids, as ids[rows,longest] padded with 0, and where the padding is (vLLM answers −inf there)."""
+    longest = max(len(ids) for ids in asked.values())
+    table = torch.zeros((rows, longest), dtype=torch.int64)
+    absent = torch.ones((rows, longest), dtype=torch.bool)
+    for row, ids in asked.items():
+        table[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        absent[row, : len(ids)] = False
+    return table, absent
+
+
 def _refuse(metadata: SamplingMetadata, bonus: bool) -> None:
     """Raise PlanError for anything but a temperature."""
     for name, asked in (
@@ -88,7 +112,6 @@ def _refuse(metadata: SamplingMetadata, bonus: bool) -> None:
         ("penalties", not metadata.no_penalties),
         ("allowed_token_ids", metadata.allowed_token_ids_mask is not None),
         ("bad_words", bool(metadata.bad_words_token_ids)),
-        ("logprob_token_ids", bool(metadata.logprob_token_ids)),
         ("logprobs=-1", metadata.max_num_logprobs == -1),
         ("a logits processor", _active(metadata)),
     ):
