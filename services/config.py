@@ -22,7 +22,7 @@ Real = Annotated[float, Field(strict=False)]
 class Section(BaseModel):
     """A part of the tree: frozen, no unknown keys, no silent conversion of a string to a number."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -32,7 +32,7 @@ class Run(Section):
     seed: int = Field(default=1, ge=0, description="prompts and sampling draw from it")
     directory: str = Field(default="runs", description="each run gets a folder here, and `latest` points at the newest")
     checkpoint_every: int = Field(
-        default=0, ge=0, description="steps between checkpoints; 0 writes one at the end only"
+        default=0, ge=0, description="steps between checkpoints (for --resume); 0 writes none"
     )
 
 

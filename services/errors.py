@@ -5,6 +5,7 @@
     ├── ModelUnavailable     a model that is neither in the cache nor to be had
     ├── PublishError         weights that could not be written, or that an engine did not confirm
     ├── CheckpointError      a run that cannot be resumed
+    ├── TrainingError        a batch or numbers that cannot be trained on
     ├── TrainingError        numbers that a step cannot go on with
     └── AuditorError         an auditor that does not start or does not answer
 
@@ -46,6 +47,10 @@ class CheckpointError(ServicesError, ValueError):
 
 class TrainingError(ServicesError, ArithmeticError):
     """Numbers that a step cannot go on with, such as a logprob that is not finite."""
+
+
+class TrainingError(ServicesError, ArithmeticError):
+    """A batch or numbers that cannot be trained on."""
 
 
 class AuditorError(ServicesError, RuntimeError):

@@ -33,12 +33,10 @@ class WeightStore:
     def publish(self, version: int, write: Write) -> WeightVersion:
         """Make version `version` from what `write(folder)` writes there; it returns the digest of its own memory.
 
-        Raises PublishError if the version exists, if the bytes on disk are not those of that digest, or if the disk
-        is full; then no folder of that version exists.
+        The same bits may be published again, as a resumed run does. Raises PublishError if the version exists with
+        other bits, if the bytes on disk are not those of the digest, or if the disk is full; then nothing is left.
         """
         final, scratch = self.folder(version), self.root / f".v{version:06d}.partial"
-        if final.exists():
-            raise PublishError(f"weight version {version} exists already in {self.root}; versions are never rewritten")
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             scratch.mkdir(parents=True)
@@ -46,6 +44,8 @@ class WeightStore:
             found = weight_digest(scratch)
             if found != digest:
                 raise PublishError(f"weight version {version}: {found} was written, the trainer holds {digest}")
+            if final.exists():
+                return self._same_again(version, digest)
             manifest = {"weight_version": version, "weight_digest": digest}
             (scratch / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
             _sync(scratch)
@@ -56,6 +56,15 @@ class WeightStore:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         return WeightVersion(version, digest, final)
+
+    def _same_again(self, version: int, digest: str) -> WeightVersion:
+        present = self.receive(version)
+        if present.digest != digest:
+            raise PublishError(
+                f"weight version {version} exists already in {self.root} with digest {present.digest}, not {digest}; "
+                f"versions are never rewritten"
+            )
+        return present
 
     def import_model(self, version: int, model: Path) -> WeightVersion:
         """Publish the weights of a model folder, e.g. as the first version of a run."""

@@ -1,0 +1,77 @@
+"""What is known to be wrong before anything is started, one line each."""
+
+import json
+
+import pytest
+
+from services import preflight
+from services.config import build_config
+from services.errors import ConfigError
+from tests.models import LLAMA, write_tiny_model
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_tiny_model(tmp_path / "model")
+
+
+def _config(tmp_path, **sections):
+    return build_config({"run": {"directory": str(tmp_path / "runs")}, **sections})
+
+
+def test_a_config_that_fits_passes(tmp_path, model):
+    config = _config(tmp_path, numerics={"segments": 2}, rollout={"tp_size": 2}, trainer={"tp_size": 2})
+    assert preflight.check(config, model).heads == LLAMA.heads
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        (
+            {"rollout": {"tp_size": 3}},
+            r"rollout\.tp_size = 3 does not divide the model's 4 attention heads; use 1 or 2",
+        ),
+        (
+            {"trainer": {"tp_size": 4}},
+            r"trainer\.tp_size = 4 does not divide the model's 2 key-value heads; use 1 or 2",
+        ),
+        ({"trainer": {"tp_size": 2}}, r"trainer\.tp_size = 2 does not divide numerics\.segments = 1"),
+        ({"numerics": {"profile": "sm70"}}, "unknown numerics profile 'sm70'; choose one of .*portable"),
+        (
+            {"rollout": {"max_model_len": 4096}},
+            r"rollout\.max_model_len = 4096 is more than the model's 2048 positions",
+        ),
+        ({"rollout": {"max_model_len": 16, "max_new_tokens": 16}}, "leaves no room for a prompt"),
+        ({"auditor": {"grpc": "127.0.0.1:1"}}, r"auditor\.http is empty"),
+        ({"auditor": {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2"}}, "should be a URL such as"),
+        ({"auditor": {"token_file": "nowhere"}}, r"auditor\.token_file = 'nowhere' does not exist"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_with_what_would_be_right(tmp_path, model, sections, says):
+    with pytest.raises(ConfigError, match=says) as error:
+        preflight.check(_config(tmp_path, **sections), model)
+    assert "\n" not in str(error.value)
+
+
+def test_native_numerics_need_no_segments(tmp_path, model):
+    preflight.check(_config(tmp_path, numerics={"mode": "native"}, trainer={"tp_size": 2}), model)
+
+
+def test_a_model_of_another_architecture_is_refused(tmp_path, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match=r"config\.json: architecture 'gpt2' has no contract; there is one for llama"):
+        preflight.check(_config(tmp_path), model)
+
+
+def test_a_model_without_weights_is_refused(tmp_path, model):
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file"):
+        preflight.check(_config(tmp_path), model)
+
+
+def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, model, monkeypatch):
+    usage = preflight.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    with pytest.raises(ConfigError, match=r"has 0 MiB free; weights and a checkpoint need about \d+ MiB"):
+        preflight.check(_config(tmp_path), model)
