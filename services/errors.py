@@ -6,7 +6,6 @@
     ├── PublishError         weights that could not be written, or that an engine did not confirm
     ├── CheckpointError      a run that cannot be resumed
     ├── TrainingError        a batch or numbers that cannot be trained on
-    ├── TrainingError        numbers that a step cannot go on with
     └── AuditorError         an auditor that does not start or does not answer
 
 The message is one line that names the thing and says what would be right. `exit_code` is what the process ends with.
@@ -46,11 +45,7 @@ class CheckpointError(ServicesError, ValueError):
 
 
 class TrainingError(ServicesError, ArithmeticError):
-    """Numbers that a step cannot go on with, such as a logprob that is not finite."""
-
-
-class TrainingError(ServicesError, ArithmeticError):
-    """A batch or numbers that cannot be trained on."""
+    """A batch or numbers that cannot be trained on, such as a logprob that is not finite."""
 
 
 class AuditorError(ServicesError, RuntimeError):

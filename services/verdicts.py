@@ -5,7 +5,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,8 +18,8 @@ _POLL_SECONDS = 0.2
 class Verdicts:
     """Counts of one step, or of a whole run.
 
-    max_abs: largest |trainer - rollout| logprob. recomputed_mismatched: recomputed values that differ from the
-    reference, of either side. queued: samples that wait to be recomputed. by_verdict and so on: samples.
+    max_abs: largest |trainer - rollout| logprob. recomputed_mismatched: recomputed tokens on which at least
+    one side differs from the reference. queued: samples that wait to be recomputed. by_verdict and so on: samples.
     """
 
     samples: int = 0
@@ -50,21 +50,10 @@ class Verdicts:
         return self.samples > 0 and self.pending == 0 and self.queued == 0
 
     @classmethod
-    def from_totals(cls, totals: Mapping[str, Any]) -> "Verdicts":
-        """From the `totals` of a run or step as the API writes them."""
-        return cls(
-            samples=totals["samples"],
-            compared_tokens=totals["compared_tokens"],
-            mismatched_tokens=totals["mismatched_tokens"],
-            max_abs=totals["drift"]["max_abs"] or 0.0,
-            recomputed_tokens=totals["recomputed_tokens"],
-            recomputed_mismatched=totals["rollout_differing"] + totals["trainer_differing"],
-            queued=totals["references"].get("queued", 0),
-            by_verdict=totals["verdicts"],
-            by_condition=totals["conditions"],
-            by_side=totals["sides"],
-            by_cause=totals["causes"],
-        )
+    def from_json(cls, counts: Mapping[str, Any]) -> "Verdicts":
+        """From a run or a step as the API writes them."""
+        known = {f.name: counts[f.name] for f in fields(cls)}
+        return cls(**{**known, "max_abs": known["max_abs"] or 0.0})
 
 
 class AuditorApi:
@@ -107,6 +96,6 @@ class AuditorApi:
         request = urllib.request.Request(self._url + path, headers=self._headers)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
-                return Verdicts.from_totals(json.load(answer)["totals"])
+                return Verdicts.from_json(json.load(answer))
         except (OSError, json.JSONDecodeError):
             return None

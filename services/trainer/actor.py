@@ -1,13 +1,14 @@
 """One rank of the trainer, what it holds, and (on rank 0) its audit sink. Ray is added in `services.cluster`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from auditor.client import Counts
 from services.audit_sink import UNKNOWN_WEIGHTS, AuditSink, AuditTarget
 from services.engines import TrainerEngine
-from services.records import Batch, TrainOutcome, WeightVersion
+from services.errors import TrainingError
+from services.records import Batch, Logprobs, TrainOutcome, WeightVersion
 
 
 class TrainerActor:
@@ -31,9 +32,13 @@ class TrainerActor:
     def train(self, batch: Batch) -> TrainOutcome:
         """One step. The weights have no version afterwards, until they are exported as one."""
         held, self._held = self._held, UNKNOWN_WEIGHTS
-        outcome = self._engine.train(batch)
-        if self._sink:
-            self._sink.put_training(batch, outcome.logprobs, held)
+        try:
+            outcome = self._engine.train(batch)
+        except TrainingError:
+            # What could not be learnt from, such as a NaN, is what the auditor must see.
+            self._report(batch, self._engine.score([s.rollout for s in batch.samples], batch.temperature), held)
+            raise
+        self._report(batch, outcome.logprobs, held)
         return outcome
 
     def export(self, version: int, scratch: Path, final: Path) -> str:
@@ -52,6 +57,10 @@ class TrainerActor:
         digest = self._engine.load_checkpoint(folder)
         self._held = replace(weights, digest=digest)
         return digest
+
+    def _report(self, batch: Batch, logprobs: Sequence[Logprobs], held: WeightVersion) -> None:
+        if self._sink:
+            self._sink.put_training(batch, logprobs, held)
 
     def flush(self, timeout: float) -> Counts:
         """Wait up to `timeout` seconds until every record is with the auditor; return the counts."""
