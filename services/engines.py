@@ -44,20 +44,6 @@ class Generated:
     finish_reason: str
 
 
-class Scorable(Protocol):
-    """A prompt and a response to it."""
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Token ids."""
-        ...
-
-    @property
-    def response(self) -> tuple[int, ...]:
-        """Token ids."""
-        ...
-
-
 class RolloutEngine(Protocol):
     """Samples responses."""
 
@@ -85,8 +71,8 @@ class TrainerEngine(Protocol):
         """Replace the weights (and the optimizer's masters) by those of a published folder; return the digest."""
         ...
 
-    def score(self, samples: Sequence[Scorable], temperature: float) -> list[Logprobs]:
-        """fp32 logprobs of every sample's response tokens; changes nothing."""
+    def score_batch(self, batch: Batch) -> list[Logprobs]:
+        """fp32 logprobs of every response of a batch, in order; changes nothing."""
         ...
 
     def train(self, batch: Batch) -> TrainOutcome:

@@ -109,11 +109,6 @@ class Batch:
         return sum(sum(s.mask) for s in self.samples)
 
     @property
-    def temperature(self) -> float:
-        """Of the first sample; a batch has one temperature."""
-        return self.samples[0].rollout.sampling.temperature
-
-    @property
     def mean_reward(self) -> float:
         """Mean over samples."""
         return float(np.mean([s.reward for s in self.samples]))

@@ -36,7 +36,7 @@ class TrainerActor:
             outcome = self._engine.train(batch)
         except TrainingError:
             # What could not be learnt from, such as a NaN, is what the auditor must see.
-            self._report(batch, self._engine.score([s.rollout for s in batch.samples], batch.temperature), held)
+            self._report(batch, self._engine.score_batch(batch), held)
             raise
         self._report(batch, outcome.logprobs, held)
         return outcome
