@@ -5,7 +5,7 @@ that the trainer worked with, not a copy of the rollout's. `put_*` never wait; w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,8 @@ import numpy as np
 from auditor.client import AuditClient, Counts
 from auditor.records import Environment, Layout, Positions, RolloutRecord, TrainerRecord
 from auditor.records import Sampling as AuditedSampling
-from services.engines import EngineFacts
+from rl_kernel.contract import ModelContract
+from services.engines import NATIVE, EngineFacts
 from services.records import Batch, Logprobs, Rollout, Sample, Sampling, WeightVersion
 
 UNKNOWN_WEIGHTS = WeightVersion(-1, "", Path())
@@ -21,11 +22,16 @@ UNKNOWN_WEIGHTS = WeightVersion(-1, "", Path())
 
 @dataclass(frozen=True, slots=True)
 class AuditTarget:
-    """Where records go. run_id: of the run. spool: folder that both sides share. token_file: empty where open."""
+    """Where records go. run_id: of the run. spool: folder that both sides share. token_file: empty where open.
+
+    contract: what the run is measured against. A native engine follows none; its records name this one all the same,
+    so that the auditor can say how far each side is from it instead of declining to compare.
+    """
 
     address: str
     run_id: str
     spool: Path
+    contract: ModelContract
     queue_size: int = 4096
     token_file: str = ""
 
@@ -39,7 +45,7 @@ class AuditSink:
             target.address, target.run_id, spool_dir=target.spool, queue_size=target.queue_size, token=token
         )
         self._run_id = target.run_id
-        self._facts = facts
+        self._facts = facts if facts.contract_digest != NATIVE else _measured_against(target.contract, facts)
 
     def put_rollouts(self, step: int, rollouts: Sequence[Rollout], weights: WeightVersion) -> None:
         """Report what was sampled. weights: the version that the engine loaded, with the digest of its own memory."""
@@ -107,6 +113,11 @@ def trainer_record(
         layout=_layout(facts),
         positions=Positions(rope_digest=facts.rope_digest),
     )
+
+
+def _measured_against(contract: ModelContract, facts: EngineFacts) -> EngineFacts:
+    environment = replace(facts.environment, mma=contract.profile.mma)
+    return replace(facts, contract_digest=contract.digest(), environment=environment)
 
 
 def _sampling(sampling: Sampling, facts: EngineFacts) -> AuditedSampling:

@@ -7,17 +7,19 @@ and `export` return the digest of the tensors that the engine computes with, un-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from rl_kernel.environment import Environment
 from services.records import Batch, Logprobs, Sampling, TrainOutcome
+
+NATIVE: Final = "native"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What an engine is, as its records to the auditor state it.
 
-    contract_digest: of the model contract in force; `native` where there is none.
+    contract_digest: of the model contract in force; NATIVE where there is none.
     vocab_shards: token ids where the vocabulary is cut over ranks, from 0 to padded_vocab_size.
     rope_digest: of the rotary parameters in use (`rl_kernel.reference.rope_table.rope_digest`).
     logprobs_mode: `processed_logprobs` (divided by the temperature) or `raw_logprobs`.

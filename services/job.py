@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from auditor.client import Counts
+from rl_kernel.contracts import model_contract
 from services.audit_sink import AuditTarget
 from services.cluster import Place, RolloutHandle, TrainerHandle, ray_cluster
 from services.config import Config
@@ -124,6 +125,7 @@ def _open(
         address=address.grpc,
         run_id=folder.run_id,
         spool=folder.path / "spool",
+        contract=model_contract(config.numerics.profile, segments=config.numerics.segments),
         queue_size=config.auditor.queue_size,
         token_file=config.auditor.token_file,
     )
