@@ -12,13 +12,12 @@ and judged `not_comparable`.
     ...     tokens=np.array([5, 6, 7, 8]), prompt_len=2, logprobs=np.array([-1.5, -0.25], np.float32),
     ...     mask=np.array([True, True]), sampling=sampling, weight_version=1, weight_digest="cd" * 32,
     ...     contract_digest="ef" * 32, environment=engine, layout=layout,
-    ...     positions=Positions(rope_digest=rope_digest(10_000.0, 64)), finish_reason="stop")
+    ...     positions=Positions(rope_digest="01" * 32), finish_reason="stop")
     >>> record.response_len
     2
 """
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -72,7 +71,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where the tokens are and what they see. rope_digest: see `rope_digest`; attention: `causal`."""
+    """Where the tokens are and what they see. rope_digest: of the rotary table's parameters, as
+    `rl_kernel.reference.rope_table.rope_digest` gives it; attention: `causal`.
+    """
 
     rope_digest: str
     offset: int = 0
@@ -200,12 +201,6 @@ Record = RolloutRecord | TrainerRecord
 def tokens_digest(tokens: npt.ArrayLike) -> str:
     """sha256 (hex) over the ids as little-endian uint32."""
     return hashlib.sha256(_as_array("tokens", tokens, np.uint32, 1).astype("<u4").tobytes()).hexdigest()
-
-
-def rope_digest(theta: float, head_dim: int, scaling: Mapping[str, Any] | None = None) -> str:
-    """sha256 (hex) over what the rotary table is made from. `scaling` is the model config's `rope_scaling`."""
-    scaled = ",".join(f"{key}={scaling[key]!r}" for key in sorted(scaling)) if scaling else "none"
-    return hashlib.sha256(f"theta={float(theta)!r};dim={int(head_dim)};scaling={scaled}".encode()).hexdigest()
 
 
 def _check(record: Record, token_count: int) -> None:

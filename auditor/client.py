@@ -1,0 +1,292 @@
+"""The door for engines and trainers: hand in records, go on working.
+
+    with AuditClient("127.0.0.1:50051", "run-1", spool_dir=Path("spool")) as client:
+        client.submit_rollout(rollout_record)
+        client.submit_trainer(trainer_record)
+        print(client.flush(timeout=10))
+
+A background thread sends batches. While the auditor is away, batches wait on disk and are sent when it is back, also
+by a client that starts later. What could be neither sent nor stored is counted as dropped and said at close.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from auditor.codec import to_wire
+from auditor.errors import RecordError
+from auditor.proto import audit_pb2 as pb
+from auditor.proto.audit_pb2_grpc import AuditServiceStub
+from auditor.records import Record, RolloutRecord, TrainerRecord
+from auditor.spool import Spool
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 << 20
+_BATCH_BYTES = 2 << 20
+_BATCH_RECORDS = 256
+_RPC_TIMEOUT_S = 10.0
+_RETRY_S = 0.5
+_REFUSED_FOR_GOOD = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.UNIMPLEMENTED)
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Records by what became of them.
+
+    accepted, duplicate, refused: by the auditor's receipts. queued: still in memory. spooled: waiting on disk now.
+    dropped: lost, for neither the queue nor the spool had room.
+    """
+
+    accepted: int = 0
+    duplicate: int = 0
+    refused: int = 0
+    queued: int = 0
+    spooled: int = 0
+    dropped: int = 0
+
+
+class AuditClient:
+    """Reports records of one run. Thread-safe; `submit_*` never wait for the network or the disk.
+
+    address: host:port of the auditor's gRPC. spool_dir: may be shared between clients. queue_size: records in memory.
+    token: bearer token, where the auditor asks for one. credentials: for TLS; None speaks plain text.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        run_id: str,
+        *,
+        spool_dir: Path | str,
+        queue_size: int = 4096,
+        token: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        spool_limit_bytes: int = 1 << 30,
+    ) -> None:
+        self.run_id = run_id
+        self._queue: deque[pb.Record] = deque()
+        self._queue_size = queue_size
+        self._spool = Spool(Path(spool_dir), spool_limit_bytes)
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._channel = (
+            grpc.secure_channel(address, credentials, _CHANNEL_OPTIONS)
+            if credentials
+            else grpc.insecure_channel(address, _CHANNEL_OPTIONS)
+        )
+        self._submit = AuditServiceStub(self._channel).Submit
+        self._address = address
+        self._counts = Counts()
+        self._changed = threading.Condition()
+        self._in_flight = 0
+        self._away_until = 0.0
+        self._away = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="audit-client", daemon=True)
+        self._thread.start()
+
+    def submit_rollout(self, record: RolloutRecord) -> None:
+        """Hand in what the engine computed. RecordError where the record belongs to another run."""
+        self._put(record)
+
+    def submit_trainer(self, record: TrainerRecord) -> None:
+        """Hand in what the trainer's first forward computed. RecordError where the record belongs to another run."""
+        self._put(record)
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the records so far."""
+        with self._changed:
+            queued = len(self._queue) + self._in_flight
+            counts = self._counts
+        return replace(counts, queued=queued, spooled=self._spool.waiting())
+
+    def flush(self, timeout: float) -> Counts:
+        """Wait up to `timeout` seconds until nothing waits in memory or on disk; return the counts then."""
+        deadline = time.monotonic() + timeout
+        while True:
+            counts = self.counts
+            left = deadline - time.monotonic()
+            if counts.queued + counts.spooled == 0 or left <= 0:
+                return counts
+            with self._changed:
+                self._changed.wait(min(left, 0.05))
+
+    def close(self, timeout: float = 10.0) -> Counts:
+        """Flush, stop, and say in the log what the auditor did not get."""
+        counts = self.flush(timeout)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._channel.close()
+        counts = self.counts
+        if counts.spooled or counts.dropped or counts.refused:
+            log.warning(
+                "audit of run %s is incomplete: %d records wait in %s, %d were dropped, %d were refused",
+                self.run_id,
+                counts.spooled,
+                self._spool.folder,
+                counts.dropped,
+                counts.refused,
+            )
+        return counts
+
+    def __enter__(self) -> "AuditClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _put(self, record: Record) -> None:
+        if record.run_id != self.run_id:
+            raise RecordError(f"record of run {record.run_id!r} given to the client of run {self.run_id!r}")
+        message = to_wire(record)
+        if message.ByteSize() > MAX_MESSAGE_BYTES - 64:
+            self._count(refused=1)
+            log.warning("record %s is %d bytes; the limit is %d", record.key, message.ByteSize(), MAX_MESSAGE_BYTES)
+            return
+        with self._changed:
+            if self._closing or len(self._queue) >= self._queue_size:
+                self._counts = replace(self._counts, dropped=self._counts.dropped + 1)
+                return
+            self._queue.append(message)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            batch = self._take()
+            if batch:
+                self._deliver(batch)
+            elif self._closing:
+                return
+            replayed = not self._closing and time.monotonic() >= self._away_until and self._replay()
+            if not replayed:
+                self._rest()
+
+    def _rest(self) -> None:
+        """Wait a moment for work where there is none."""
+        with self._changed:
+            if not self._queue and not self._closing:
+                self._changed.wait(_RETRY_S)
+
+    def _take(self) -> list[pb.Record]:
+        """The next batch from the queue, empty where there is none."""
+        with self._changed:
+            batch: list[pb.Record] = []
+            size = 0
+            while self._queue and len(batch) < _BATCH_RECORDS:
+                size += self._queue[0].ByteSize()
+                if batch and size > _BATCH_BYTES:
+                    break
+                batch.append(self._queue.popleft())
+            self._in_flight = len(batch)
+            return batch
+
+    def _deliver(self, batch: list[pb.Record]) -> None:
+        request = pb.SubmitRequest(batch=pb.Batch(records=batch))
+        if time.monotonic() < self._away_until or not self._send(request):
+            self._store(request)
+        with self._changed:
+            self._in_flight = 0
+            self._changed.notify_all()
+
+    def _replay(self) -> bool:
+        """Send the oldest spooled batch; whether there was one and it went through."""
+        with self._spool.claim_oldest() as claimed:
+            if claimed is None:
+                return False
+            try:
+                request = pb.SubmitRequest.FromString(claimed.payload)
+            except DecodeError:
+                log.warning("%s is no batch and is set aside; %d records dropped", claimed.path, claimed.records)
+                claimed.set_aside()
+                self._count(dropped=claimed.records)
+                return True
+            sent = self._send(request)
+            if sent:
+                claimed.remove()
+        with self._changed:
+            self._changed.notify_all()
+        return sent
+
+    def _send(self, request: pb.SubmitRequest) -> bool:
+        """Whether the auditor gave a receipt for every record; moves the queue to disk while it hesitates."""
+        call = self._submit.future(request, timeout=_RPC_TIMEOUT_S, metadata=self._metadata)
+        while not call.done():
+            try:
+                call.exception(timeout=0.1)
+            except grpc.FutureTimeoutError:
+                self._relieve_queue()
+        error = call.exception()
+        if error is not None and call.code() in _REFUSED_FOR_GOOD:
+            log.warning("auditor at %s refused a batch: %s", self._address, call.details())
+            self._count(refused=len(request.batch.records))
+            return True
+        if error is not None:
+            self._away_until = time.monotonic() + _RETRY_S
+            if not self._away:
+                log.warning(
+                    "auditor at %s is away (%s); records wait in %s", self._address, call.code(), self._spool.folder
+                )
+            self._away = True
+            return False
+        if self._away:
+            log.warning("auditor at %s is back", self._address)
+        self._away = False
+        self._tally(call.result().receipts)
+        return True
+
+    def _tally(self, receipts: pb.Receipts) -> None:
+        outcomes = [receipt.outcome for receipt in receipts.receipts]
+        for receipt in receipts.receipts:
+            if receipt.outcome == pb.OUTCOME_REFUSED:
+                log.warning("auditor refused a record: %s: %s", receipt.code, receipt.detail)
+        self._count(
+            accepted=outcomes.count(pb.OUTCOME_ACCEPTED),
+            duplicate=outcomes.count(pb.OUTCOME_DUPLICATE),
+            refused=outcomes.count(pb.OUTCOME_REFUSED),
+        )
+
+    def _relieve_queue(self) -> None:
+        """Past half of its bound the queue goes to disk, so that a slow auditor costs no records."""
+        with self._changed:
+            if 2 * len(self._queue) < self._queue_size:
+                return
+            batch = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_RECORDS))]
+        self._store(pb.SubmitRequest(batch=pb.Batch(records=batch)))
+
+    def _store(self, request: pb.SubmitRequest) -> None:
+        records = len(request.batch.records)
+        try:
+            stored = self._spool.put(request.SerializeToString(), records)
+            reason = "the spool is full"
+        except OSError as error:
+            stored, reason = False, str(error)
+        if not stored:
+            self._count(dropped=records)
+            log.warning("%d records dropped, %s: %s", records, self._spool.folder, reason)
+
+    def _count(self, accepted: int = 0, duplicate: int = 0, refused: int = 0, dropped: int = 0) -> None:
+        with self._changed:
+            self._counts = replace(
+                self._counts,
+                accepted=self._counts.accepted + accepted,
+                duplicate=self._counts.duplicate + duplicate,
+                refused=self._counts.refused + refused,
+                dropped=self._counts.dropped + dropped,
+            )

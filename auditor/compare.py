@@ -1,0 +1,85 @@
+"""A pair of log-probability arrays, compared by bit pattern over the active tokens.
+
+−0 differs from +0; a NaN equals only the same NaN and is counted, never set to zero.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from auditor.drift import DriftSums, drift_sums
+from rl_kernel.compare import Difference, compare_bits
+
+Logprobs = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+
+# Upper edges, inclusive, of the histogram of distances in units of the last place; the last bucket is open.
+ULP_EDGES: Final = (0, 1, 2, 4, 16, 256, 65_536, 16_777_216)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the bits say of one pair.
+
+    first_index: index into the response (active or not) of the first differing active token, or None.
+    first_bits: the two bit patterns there. positions: response indices of all differing active tokens, int64.
+    ulp_counts: tokens a bucket of `ULP_EDGES`, then the ones above; tokens with a NaN are in none.
+    nonfinite_rollout, nonfinite_trainer: active tokens with a NaN or an infinity on that side.
+    """
+
+    difference: Difference
+    first_index: int | None
+    first_bits: tuple[int, int] | None
+    positions: npt.NDArray[np.int64]
+    ulp_counts: tuple[int, ...]
+    ulp_sum: int
+    nonfinite_rollout: int
+    nonfinite_trainer: int
+    drift: DriftSums
+
+
+def compare_logprobs(rollout: Logprobs, trainer: Logprobs, active: Mask) -> Comparison:
+    """Compare two float32 [R] where `active`, bool [R], is set."""
+    left, right = np.ascontiguousarray(rollout[active]), np.ascontiguousarray(trainer[active])
+    difference = compare_bits(left, right)
+    positions = np.flatnonzero(active)[left.view(np.uint32) != right.view(np.uint32)]
+    first = int(positions[0]) if positions.size else None
+    bits = None if first is None else (int(rollout.view(np.uint32)[first]), int(trainer.view(np.uint32)[first]))
+    ulp_counts, ulp_sum = _ulp_histogram(left, right, difference)
+    return Comparison(
+        difference=difference,
+        first_index=first,
+        first_bits=bits,
+        positions=positions,
+        ulp_counts=ulp_counts,
+        ulp_sum=ulp_sum,
+        nonfinite_rollout=int((~np.isfinite(left)).sum()),
+        nonfinite_trainer=int((~np.isfinite(right)).sum()),
+        drift=drift_sums(rollout, trainer, active),
+    )
+
+
+def ulp_distance(left: Logprobs, right: Logprobs) -> npt.NDArray[np.int64]:
+    """Steps between two float32 on the number line of floats, −0 and +0 being one step apart.
+
+    That one step is ours: a distance of 0 then means equal bits, as everywhere in the auditor. NaNs count as bits.
+    """
+    distance: npt.NDArray[np.int64] = np.abs(_ordered(left) - _ordered(right))
+    return distance
+
+
+def _ordered(values: Logprobs) -> npt.NDArray[np.int64]:
+    bits = values.view(np.uint32)
+    magnitude = (bits & np.uint32(0x7FFFFFFF)).astype(np.int64)
+    return np.where(bits >> np.uint32(31) != 0, -magnitude - 1, magnitude)
+
+
+def _ulp_histogram(left: Logprobs, right: Logprobs, difference: Difference) -> tuple[tuple[int, ...], int]:
+    if difference.differing == 0 and difference.nan_left == 0:
+        return (difference.compared,) + (0,) * len(ULP_EDGES), 0
+    numbers = ~(np.isnan(left) | np.isnan(right))
+    distance = ulp_distance(left[numbers], right[numbers])
+    buckets = np.bincount(np.searchsorted(ULP_EDGES, distance), minlength=len(ULP_EDGES) + 1)
+    return tuple(int(count) for count in buckets), int(distance.sum())

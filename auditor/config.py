@@ -1,0 +1,116 @@
+"""What the auditor is started with. An unknown key or an unsafe combination is refused before anything opens."""
+
+import difflib
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from auditor.errors import ConfigError
+
+
+class Config(BaseModel):
+    """Every setting; each is a flag too (`--grpc`, `--recompute-rate`, …)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    grpc: Annotated[str, Field(description="host:port for records; port 0 takes a free one")] = "127.0.0.1:50051"
+    http: Annotated[str, Field(description="host:port for API, page and metrics")] = "127.0.0.1:9464"
+    ledger: Annotated[str, Field(description="file of the ledger")] = "auditor.db"
+    weights_root: Annotated[
+        Path | None, Field(description="folder with v000001, v000002, …; without it nothing is recomputed")
+    ] = None
+    recompute_rate: Annotated[
+        float, Field(ge=0, le=1, description="share of agreeing samples that the reference recomputes")
+    ] = 0.05
+    recompute_workers: Annotated[int, Field(ge=1, le=1024, description="processes that run the reference")] = 1
+    token_file: Annotated[
+        Path | None,
+        Field(description="file with the bearer token that every call must carry; read again when it changes"),
+    ] = None
+    insecure: Annotated[
+        bool, Field(description="serve beyond this machine without a token: whoever reaches the port may write")
+    ] = False
+    ports_file: Annotated[Path | None, Field(description="written at start: the bound addresses as JSON")] = None
+    write_queue: Annotated[int, Field(ge=1, le=65536, description="batches that may wait for the ledger")] = 256
+    message_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30, description="largest gRPC message")] = 16 << 20
+    sample_tokens: Annotated[int, Field(ge=1, le=1 << 24, description="most tokens of one sample")] = 1 << 20
+    shown_runs: Annotated[int, Field(ge=1, le=10_000, description="runs with gauges after a start")] = 100
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> Self:
+        for name, address in (("grpc", self.grpc), ("http", self.http)):
+            host, _ = split_address(name, address)
+            if not _is_loopback(host) and self.token_file is None and not self.insecure:
+                raise ValueError(
+                    f"{name}: {address} can be reached from other machines; give token_file, or insecure: true"
+                )
+        return self
+
+
+def load_config(path: Path | None, flags: dict[str, Any]) -> Config:
+    """The file's settings with the flags over them; ConfigError in one line."""
+    settings = _read(path) if path else {}
+    known = sorted(Config.model_fields)
+    for key in settings:
+        if key not in Config.model_fields:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{path}: unknown key {key!r}; {hint}")
+    try:
+        config = Config.model_validate({**settings, **flags})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{path or 'flags'}: {field}{': ' if field else ''}{message}") from None
+    _check_paths(config)
+    return config
+
+
+def split_address(name: str, address: str) -> tuple[str, int]:
+    """Host and port of `host:port`; ValueError names the setting."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{name}: {address!r} is no host:port with a port of 0..65535")
+    return host.strip("[]"), int(port)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"config {path}: a mapping of settings is expected, not a {type(settings).__name__}")
+    return settings
+
+
+def _check_paths(config: Config) -> None:
+    if config.weights_root is not None and not config.weights_root.is_dir():
+        raise ConfigError(f"weights_root {config.weights_root} is no folder; make it before the auditor starts")
+    if config.token_file is not None:
+        try:
+            token = config.token_file.read_text("utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"token_file {config.token_file}: {error.strerror}") from None
+        if not token:
+            raise ConfigError(f"token_file {config.token_file} is empty; it holds the bearer token")
+    folder = Path(config.ledger).parent
+    if not folder.is_dir():
+        raise ConfigError(f"ledger {config.ledger}: folder {folder} does not exist")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

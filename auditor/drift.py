@@ -1,0 +1,195 @@
+"""How far two sides are apart, in the words of the frameworks that ask. docs/metrics.md says who uses which name.
+
+With d = trainer − rollout and r = eᵈ over active tokens whose two values are finite. Everything is kept as sums that
+add up over samples (`DriftSums`), so a step's statistics do not depend on how its samples were batched.
+A token that is not finite on either side is counted apart and enters no mean; with nothing compared every statistic
+is None, never zero.
+"""
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+CLIP_BAND: Final = (0.8, 1.2)
+_MAXIMA = frozenset({"max_abs", "max_prob_diff", "max_ratio"})
+_MINIMA = frozenset({"min_ratio"})
+
+
+@dataclass(frozen=True, slots=True)
+class DriftSums:
+    """Sums over tokens (and, where named so, over sequences) that every statistic is made from.
+
+    Maxima start at 0 or −inf and minima at +inf, which is what they are of nothing.
+    """
+
+    tokens: int = 0
+    nonfinite: int = 0
+    sequences: int = 0
+    d: float = 0.0
+    abs_d: float = 0.0
+    d_squared: float = 0.0
+    max_abs: float = 0.0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    max_ratio: float = -math.inf
+    min_ratio: float = math.inf
+    outside_clip: int = 0
+    exp_abs_d: float = 0.0
+    prob_diff: float = 0.0
+    prob_diff_squared: float = 0.0
+    max_prob_diff: float = 0.0
+    rollout: float = 0.0
+    trainer: float = 0.0
+    rollout_squared: float = 0.0
+    trainer_squared: float = 0.0
+    product: float = 0.0
+    seq_ratio: float = 0.0
+    seq_ratio_squared: float = 0.0
+    seq_ppl_ratio: float = 0.0
+
+    def __add__(self, other: "DriftSums") -> "DriftSums":
+        merged: dict[str, Any] = {}
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            if field.name in _MAXIMA:
+                merged[field.name] = max(ours, theirs)
+            elif field.name in _MINIMA:
+                merged[field.name] = min(ours, theirs)
+            else:
+                merged[field.name] = ours + theirs
+        return DriftSums(**merged)
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """As JSON values; an infinite extremum becomes None."""
+        return {k: (v if math.isfinite(v) else None) for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "DriftSums":
+        """The inverse of `to_json`."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{k: v for k, v in values.items() if k in known and v is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class DriftStatistics:
+    """What the sums say. None: there is nothing to say it from. Names and users: docs/metrics.md."""
+
+    tokens: int
+    nonfinite: int
+    mean_abs_diff: float | None
+    max_abs_diff: float | None
+    std_diff: float | None
+    k1: float | None
+    k3: float | None
+    prob_diff_mean: float | None
+    prob_diff_max: float | None
+    prob_diff_std: float | None
+    pearson: float | None
+    ratio_mean: float | None
+    ratio_max: float | None
+    ratio_min: float | None
+    outside_clip_share: float | None
+    ess_ratio: float | None
+    chi2_token: float | None
+    chi2_seq: float | None
+    ppl_ratio: float | None
+    token_mult_prob_error: float | None
+
+
+def drift_sums(
+    rollout: npt.NDArray[np.float32], trainer: npt.NDArray[np.float32], active: npt.NDArray[np.bool_]
+) -> DriftSums:
+    """Sums of one sample. rollout, trainer: float32 [R]; active: bool [R]."""
+    old, new = rollout[active].astype(np.float64), trainer[active].astype(np.float64)
+    finite = np.isfinite(old) & np.isfinite(new)
+    nonfinite = int(finite.size - finite.sum())
+    old, new = old[finite], new[finite]
+    if old.size == 0:
+        return DriftSums(nonfinite=nonfinite)
+    d = new - old
+    # Above e^700 a float64 overflows; a ratio of that size says all that there is to say.
+    ratio = np.exp(np.minimum(d, 700.0))
+    prob_diff = np.abs(np.exp(np.minimum(new, 0.0)) - np.exp(np.minimum(old, 0.0)))
+    abs_d = np.abs(d)
+    seq = math.exp(min(float(d.sum()), 300.0))
+    return DriftSums(
+        tokens=d.size,
+        nonfinite=nonfinite,
+        sequences=1,
+        d=float(d.sum()),
+        abs_d=float(abs_d.sum()),
+        d_squared=float((d * d).sum()),
+        max_abs=float(abs_d.max()),
+        ratio=float(ratio.sum()),
+        ratio_squared=_sum_of_squares(ratio),
+        max_ratio=float(ratio.max()),
+        min_ratio=float(ratio.min()),
+        outside_clip=int(((ratio < CLIP_BAND[0]) | (ratio > CLIP_BAND[1])).sum()),
+        exp_abs_d=float(np.exp(np.minimum(abs_d, 700.0)).sum()),
+        prob_diff=float(prob_diff.sum()),
+        prob_diff_squared=float((prob_diff * prob_diff).sum()),
+        max_prob_diff=float(prob_diff.max()),
+        rollout=float(old.sum()),
+        trainer=float(new.sum()),
+        rollout_squared=float((old * old).sum()),
+        trainer_squared=float((new * new).sum()),
+        product=float((old * new).sum()),
+        seq_ratio=seq,
+        seq_ratio_squared=seq * seq,
+        seq_ppl_ratio=math.exp(min(-float(d.mean()), 300.0)),
+    )
+
+
+def statistics(sums: DriftSums) -> DriftStatistics:
+    """The statistics of a sample, a step or a run."""
+    n, s = sums.tokens, sums.sequences
+    if n == 0:
+        return DriftStatistics(0, sums.nonfinite, *[None] * 18)
+    mean = sums.d / n
+    prob_mean = sums.prob_diff / n
+    return DriftStatistics(
+        tokens=n,
+        nonfinite=sums.nonfinite,
+        mean_abs_diff=sums.abs_d / n,
+        max_abs_diff=sums.max_abs,
+        std_diff=_root(sums.d_squared / n - mean * mean),
+        k1=-mean,
+        k3=(sums.ratio - n - sums.d) / n,
+        prob_diff_mean=prob_mean,
+        prob_diff_max=sums.max_prob_diff,
+        prob_diff_std=_root(sums.prob_diff_squared / n - prob_mean * prob_mean),
+        pearson=_pearson(sums),
+        ratio_mean=sums.ratio / n,
+        ratio_max=sums.max_ratio,
+        ratio_min=sums.min_ratio,
+        outside_clip_share=sums.outside_clip / n,
+        ess_ratio=sums.ratio * sums.ratio / (n * sums.ratio_squared) if sums.ratio_squared else None,
+        chi2_token=sums.ratio_squared / n - 1.0,
+        chi2_seq=sums.seq_ratio_squared / s - 1.0,
+        ppl_ratio=sums.seq_ppl_ratio / s,
+        token_mult_prob_error=sums.exp_abs_d / n,
+    )
+
+
+def _pearson(sums: DriftSums) -> float | None:
+    """None where a side does not vary: a correlation with a constant is not zero, it is undefined."""
+    n = sums.tokens
+    rollout = sums.rollout_squared - sums.rollout * sums.rollout / n
+    trainer = sums.trainer_squared - sums.trainer * sums.trainer / n
+    if rollout <= 0.0 or trainer <= 0.0:
+        return None
+    covariance = sums.product - sums.rollout * sums.trainer / n
+    return max(-1.0, min(1.0, covariance / math.sqrt(rollout * trainer)))
+
+
+def _root(variance: float) -> float:
+    """Square root of a variance that rounding may have left just below zero."""
+    return math.sqrt(max(variance, 0.0))
+
+
+def _sum_of_squares(values: npt.NDArray[np.float64]) -> float:
+    with np.errstate(over="ignore"):
+        return float(min((values * values).sum(), 1e300))

@@ -1,0 +1,144 @@
+"""The board as Prometheus metrics. Names, labels and meanings are in docs/metrics.md, checked against this table."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from auditor.compare import ULP_EDGES
+from auditor.drift import statistics
+from auditor.export.board import Board, Snapshot
+from auditor.storage.ledger import Counter
+
+# name in the ledger → (labels, help); exported as auditor_<name>_total
+COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
+    "records": (("run_id", "side", "outcome"), "Records by what became of them: accepted, duplicate, refused."),
+    "refusals": (("code",), "Refused records by reason."),
+    "compared_tokens": (("run_id",), "Active tokens compared bit by bit between rollout and trainer."),
+    "mismatched_tokens": (
+        ("run_id", "side"),
+        "Active tokens whose bits differ: side=pair between the two, side=rollout|trainer from the reference.",
+    ),
+    "mismatched_samples": (("run_id", "side", "cause"), "Samples with a mismatch, by the side that is wrong."),
+    "other_arithmetic_tokens": (("run_id",), "Tokens that differ between sides of two different MMA models."),
+    "not_comparable_samples": (("run_id", "condition"), "Samples by the first precondition that failed."),
+    "nonfinite_logprobs": (("run_id", "side"), "Active tokens with a NaN or an infinity."),
+    "recomputed_tokens": (("run_id", "mma"), "Active tokens recomputed by the reference."),
+    "recompute_errors": (("run_id", "code"), "Samples that the reference could not recompute, by reason."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Gauges that are asked for at the scrape: queue lengths and bytes."""
+
+    write_queue: Callable[[], int]
+    recompute_queue: Callable[[], int]
+    ledger_bytes: Callable[[], int]
+
+
+class AuditCollector(Collector):
+    """Turns the board into metric families."""
+
+    def __init__(self, board: Board, live: Live) -> None:
+        self._board = board
+        self._live = live
+
+    def collect(self) -> Iterable[Metric]:
+        """Every family, the empty ones too, so that a dashboard finds its names."""
+        snapshot = self._board.snapshot()
+        yield from _counters(snapshot.counters)
+        yield _ulp_histogram(snapshot.counters)
+        yield from _gauges(snapshot)
+        for name, help_text, read in (
+            ("write_queue_batches", "Batches that wait for the ledger.", self._live.write_queue),
+            ("recompute_queue_samples", "Samples that wait for the reference.", self._live.recompute_queue),
+            ("ledger_bytes", "Size of the ledger.", self._live.ledger_bytes),
+        ):
+            yield GaugeMetricFamily(f"auditor_{name}", help_text, value=read())
+
+
+class Metrics:
+    """The registry of one auditor, with what only this process knows."""
+
+    def __init__(self, board: Board, live: Live) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(AuditCollector(board, live))
+        self.receipt_seconds = Histogram(
+            "auditor_receipt_seconds",
+            "From a batch's arrival to its receipts.",
+            registry=self.registry,
+            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
+        )
+        self.recompute_seconds = Histogram(
+            "auditor_recompute_seconds",
+            "One sample by the reference.",
+            registry=self.registry,
+            buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+        )
+
+    def text(self) -> bytes:
+        """The exposition that a scrape gets."""
+        return generate_latest(self.registry)
+
+
+def _counters(counters: Mapping[Counter, float]) -> Iterable[Metric]:
+    for name, (labels, help_text) in COUNTERS.items():
+        family = CounterMetricFamily(f"auditor_{name}", help_text, labels=labels)
+        for (counted, pairs), value in sorted(counters.items()):
+            if counted == name:
+                given = dict(pairs)
+                family.add_metric([given[label] for label in labels], value)
+        yield family
+
+
+def _ulp_histogram(counters: Mapping[Counter, float]) -> Metric:
+    family = HistogramMetricFamily(
+        "auditor_ulp_diff",
+        "Distance between the two sides in units of the last place; −0 and +0 are 1 apart.",
+        labels=("run_id",),
+    )
+    buckets: dict[str, dict[str, float]] = defaultdict(dict)
+    sums: dict[str, float] = {}
+    for (name, pairs), value in counters.items():
+        labels = dict(pairs)
+        if name == "ulp_diff_bucket":
+            buckets[labels["run_id"]][labels["le"]] = value
+        elif name == "ulp_diff_sum":
+            sums[labels["run_id"]] = value
+    for run_id, total in sorted(sums.items()):
+        running, cumulative = 0.0, []
+        for edge in (*map(str, ULP_EDGES), "+Inf"):
+            running += buckets[run_id].get(edge, 0)
+            cumulative.append((edge, running))
+        family.add_metric([run_id], cumulative, total)
+    return family
+
+
+def _gauges(snapshot: Snapshot) -> Iterable[Metric]:
+    step = GaugeMetricFamily("auditor_step", "Last step in which no sample waits for a side.", labels=("run_id",))
+    max_abs = GaugeMetricFamily(
+        "auditor_max_abs_logprob_diff", "Largest |trainer − rollout| of the last complete step.", labels=("run_id",)
+    )
+    drift = GaugeMetricFamily(
+        "auditor_drift",
+        "Statistics of the last complete step; absent where nothing was compared.",
+        labels=("run_id", "statistic"),
+    )
+    for run_id, row in sorted(snapshot.last_complete.items()):
+        step.add_metric([run_id], row.step)
+        found = asdict(statistics(row.totals.drift))
+        if found["max_abs_diff"] is not None:
+            max_abs.add_metric([run_id], found["max_abs_diff"])
+        for name, value in found.items():
+            if value is not None:
+                drift.add_metric([run_id, name], value)
+    missing = GaugeMetricFamily("auditor_missing_pairs", "Samples that wait for this side.", labels=("run_id", "side"))
+    for (run_id, side), count in sorted(snapshot.missing.items()):
+        missing.add_metric([run_id, side], count)
+    return step, max_abs, drift, missing

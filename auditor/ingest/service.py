@@ -1,0 +1,88 @@
+"""The gRPC service: one call, one durable batch, one receipt a record."""
+
+import hmac
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import grpc
+
+from auditor.errors import AuthError, ConfigError
+from auditor.ingest.limits import Limits, admit_batch
+from auditor.ingest.status import translated
+from auditor.pipeline import Incoming, Receipt, Refused
+from auditor.proto import audit_pb2 as pb
+from auditor.proto.audit_pb2_grpc import AuditServiceServicer, add_AuditServiceServicer_to_server
+
+_OUTCOMES: Final = {
+    "accepted": pb.OUTCOME_ACCEPTED,
+    "duplicate": pb.OUTCOME_DUPLICATE,
+    "refused": pb.OUTCOME_REFUSED,
+}
+_THREADS = 16
+
+Accept = Callable[[Sequence[Incoming | Refused]], list[Receipt]]
+Token = Callable[[], str | None]
+
+
+class AuditService(AuditServiceServicer):
+    """accept: makes a batch durable and returns its receipts. token: the bearer token in force, None for none."""
+
+    def __init__(self, accept: Accept, limits: Limits, token: Token) -> None:
+        self._accept = accept
+        self._limits = limits
+        self._token = token
+
+    def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.SubmitResponse:
+        """Take one batch."""
+        with translated(context):
+            self._authenticate(context)
+            return pb.SubmitResponse(receipts=self._take(request.batch))
+        raise AssertionError("abort does not return")
+
+    def SubmitStream(
+        self, request_iterator: Iterator[pb.SubmitStreamRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.SubmitStreamResponse]:
+        """Take batches for as long as they come."""
+        with translated(context):
+            self._authenticate(context)
+            for request in request_iterator:
+                yield pb.SubmitStreamResponse(receipts=self._take(request.batch))
+
+    def _take(self, batch: pb.Batch) -> pb.Receipts:
+        receipts = self._accept(admit_batch(batch, self._limits))
+        return pb.Receipts(
+            batch_id=batch.batch_id,
+            receipts=[pb.Receipt(outcome=_OUTCOMES[r.outcome], code=r.code, detail=r.detail) for r in receipts],
+        )
+
+    def _authenticate(self, context: grpc.ServicerContext) -> None:
+        token = self._token()
+        if token is None:
+            return
+        given = dict(context.invocation_metadata()).get("authorization", "")
+        if isinstance(given, bytes) or not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise AuthError("the call carries no valid token; send metadata `authorization: Bearer TOKEN`")
+
+
+def start_server(
+    service: AuditService, address: str, limits: Limits, credentials: grpc.ServerCredentials | None
+) -> tuple[grpc.Server, int]:
+    """Serve on host:port; the server and the port that was bound. ConfigError where it cannot be had."""
+    server = grpc.server(
+        ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
+        options=(
+            ("grpc.max_receive_message_length", limits.message_bytes),
+            # Without this a second server on the same port starts too, and takes every other connection.
+            ("grpc.so_reuseport", 0),
+        ),
+    )
+    add_AuditServiceServicer_to_server(service, server)
+    try:
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except RuntimeError:
+        raise ConfigError(
+            f"cannot listen on {address} for gRPC; is the port in use or the host not this one?"
+        ) from None
+    server.start()
+    return server, port

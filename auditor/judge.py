@@ -1,0 +1,202 @@
+"""From a comparison, and the reference where it was run, to a verdict and the side that is wrong."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any, Self
+
+import numpy as np
+
+from auditor.compare import Comparison, Logprobs, Mask, compare_logprobs
+from auditor.drift import DriftSums
+from auditor.preconditions import Contracts, NotComparable, first_failure
+from auditor.records import RolloutRecord, TrainerRecord
+from rl_kernel.errors import ShapeError
+
+
+class Verdict(StrEnum):
+    """What can be said of a sample. `pending`: one side is missing. `error`: the auditor itself could not tell."""
+
+    MATCH = "match"
+    MISMATCH = "mismatch"
+    NOT_COMPARABLE = "not_comparable"
+    PENDING = "pending"
+    ERROR = "error"
+
+
+class Faulty(StrEnum):
+    """Which side differs from the reference. `unknown`: the reference has not spoken on a mismatch."""
+
+    ROLLOUT = "rollout"
+    TRAINER = "trainer"
+    BOTH = "both"
+    NONE = "none"
+    UNKNOWN = "unknown"
+
+
+class Reference(StrEnum):
+    """Where the recomputation of a sample stands."""
+
+    NOT_ASKED = "not_asked"
+    QUEUED = "queued"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """All that is known of one sample.
+
+    missing: the side that has not reported, while pending. condition, field, rollout_value, trainer_value: of the
+    precondition that failed. compared … nonfinite_trainer: of the pair, see `Comparison`; bit patterns in hex.
+    rollout_differing, trainer_differing: tokens that differ from the reference; reference_differing: on either side.
+    reference_error: code and reason.
+    """
+
+    verdict: Verdict
+    side: Faulty = Faulty.NONE
+    cause: str = ""
+    causes: tuple[dict[str, Any], ...] = ()
+    missing: str = ""
+    condition: str = ""
+    field: str = ""
+    rollout_value: str = ""
+    trainer_value: str = ""
+    compared: int = 0
+    differing: int = 0
+    first_index: int | None = None
+    rollout_bits: str = ""
+    trainer_bits: str = ""
+    max_abs: float = 0.0
+    max_ulp: int = 0
+    nonfinite_rollout: int = 0
+    nonfinite_trainer: int = 0
+    same_arithmetic: bool = True
+    explained_by_arithmetic: bool = False
+    reference: Reference = Reference.NOT_ASKED
+    reference_error: str = ""
+    reference_mma: str = ""
+    rollout_differing: int = 0
+    trainer_differing: int = 0
+    reference_differing: int = 0
+    weight_version: int = -1
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`."""
+        return cls(
+            **{
+                **values,
+                "verdict": Verdict(values["verdict"]),
+                "side": Faulty(values["side"]),
+                "reference": Reference(values["reference"]),
+                "causes": tuple(values["causes"]),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PairJudgement:
+    """A judgement of two records with what it was made from; `comparison` is None where they are not comparable."""
+
+    judgement: Judgement
+    comparison: Comparison | None
+
+    @property
+    def drift(self) -> DriftSums:
+        """Sums for the step's statistics; empty where nothing was compared."""
+        return DriftSums() if self.comparison is None else self.comparison.drift
+
+
+def judge_pair(rollout: RolloutRecord, trainer: TrainerRecord, contracts: Contracts) -> PairJudgement:
+    """Check the preconditions, then compare bits."""
+    failure = first_failure(rollout, trainer, contracts)
+    if failure is not None:
+        return PairJudgement(_not_comparable(failure, rollout), None)
+    comparison = compare_logprobs(rollout.logprobs, trainer.logprobs, rollout.mask)
+    difference = comparison.difference
+    bits = comparison.first_bits
+    judgement = Judgement(
+        verdict=Verdict.MATCH if difference.equal else Verdict.MISMATCH,
+        side=Faulty.NONE if difference.equal else Faulty.UNKNOWN,
+        compared=difference.compared,
+        differing=difference.differing,
+        first_index=comparison.first_index,
+        rollout_bits=f"{bits[0]:08x}" if bits else "",
+        trainer_bits=f"{bits[1]:08x}" if bits else "",
+        max_abs=difference.max_abs,
+        max_ulp=difference.max_ulp,
+        nonfinite_rollout=comparison.nonfinite_rollout,
+        nonfinite_trainer=comparison.nonfinite_trainer,
+        same_arithmetic=rollout.contract_digest == trainer.contract_digest,
+        weight_version=rollout.weight_version,
+    )
+    return PairJudgement(judgement, comparison)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLogprobs:
+    """The reference's log-probabilities of the response, float32 [R], under each side's own contract.
+
+    trainer is the very same array where both sides hold one contract. mma: the models that were followed.
+    """
+
+    rollout: Logprobs
+    trainer: Logprobs
+    mma: str
+
+
+def judge_with_reference(
+    judgement: Judgement, rollout: RolloutRecord, trainer: TrainerRecord, reference: ReferenceLogprobs
+) -> Judgement:
+    """Say which side differs from the reference. Two sides that agree with each other can both be wrong."""
+    differs_rollout = _differs(rollout.logprobs, reference.rollout, rollout.mask)
+    differs_trainer = _differs(trainer.logprobs, reference.trainer, trainer.mask)
+    of_rollout, of_trainer = int(differs_rollout.sum()), int(differs_trainer.sum())
+    side = {
+        (False, False): Faulty.NONE,
+        (True, False): Faulty.ROLLOUT,
+        (False, True): Faulty.TRAINER,
+        (True, True): Faulty.BOTH,
+    }[of_rollout > 0, of_trainer > 0]
+    explained = judgement.verdict is Verdict.MISMATCH and side is Faulty.NONE
+    assert not (explained and judgement.same_arithmetic), "two sides equal to one reference cannot differ"
+    return replace(
+        judgement,
+        verdict=Verdict.MATCH if side is Faulty.NONE and not explained else Verdict.MISMATCH,
+        side=side,
+        explained_by_arithmetic=explained,
+        reference=Reference.DONE,
+        reference_mma=reference.mma,
+        rollout_differing=of_rollout,
+        trainer_differing=of_trainer,
+        reference_differing=int((differs_rollout | differs_trainer).sum()),
+    )
+
+
+def pending(missing: str, weight_version: int) -> Judgement:
+    """One side has reported, `missing` has not."""
+    return Judgement(Verdict.PENDING, missing=missing, weight_version=weight_version)
+
+
+def _not_comparable(failure: NotComparable, rollout: RolloutRecord) -> Judgement:
+    return Judgement(
+        Verdict.NOT_COMPARABLE,
+        condition=failure.condition.value,
+        field=failure.field,
+        rollout_value=failure.rollout,
+        trainer_value=failure.trainer,
+        weight_version=rollout.weight_version,
+    )
+
+
+def _differs(logprobs: Logprobs, reference: Logprobs, mask: Mask) -> Mask:
+    """Bool [R]: active tokens whose bits are not the reference's."""
+    if logprobs.shape != reference.shape:
+        raise ShapeError(f"the reference has {reference.shape} values where the record has {logprobs.shape}")
+    differs: Mask = (logprobs.view(np.uint32) != reference.view(np.uint32)) & mask
+    return differs

@@ -1,0 +1,210 @@
+"""Composition root: `python -m auditor.main --config auditor.yaml`, or the same settings as flags.
+
+Exit code 0 after SIGTERM or SIGINT, 1 after a failure of its own, 2 where it cannot start, with one line that says why.
+"""
+
+import argparse
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from auditor.bearer import TokenFile
+from auditor.config import Config, load_config, split_address
+from auditor.contracts import known_contracts
+from auditor.errors import AuditorError, ConfigError, RecomputeError
+from auditor.export.api import make_api
+from auditor.export.board import Board
+from auditor.export.metrics import Live, Metrics
+from auditor.ingest.limits import Limits
+from auditor.ingest.service import AuditService, start_server
+from auditor.judge import ReferenceLogprobs
+from auditor.pipeline import Incoming, Pipeline, Receipt, Refused
+from auditor.recompute import RecomputePool
+from auditor.records import RolloutRecord, SampleKey, TrainerRecord
+from auditor.sampling import Rate
+from auditor.storage.database import SqliteDatabase
+from auditor.storage.ledger import Ledger
+from auditor.storage.reader import Reader
+from auditor.writer import Writer
+
+log = logging.getLogger("auditor")
+
+
+class Auditor:
+    """Everything running. `addresses` are what was bound."""
+
+    def __init__(self, config: Config) -> None:
+        self._parts = ExitStack()
+        try:
+            self._start(config)
+        except BaseException:
+            self._parts.close()
+            raise
+
+    def _start(self, config: Config) -> None:
+        path = Path(config.ledger)
+        ledger = Ledger(SqliteDatabase(path, writer=True))
+        self._parts.callback(ledger.close)
+        self._reader = Reader(lambda: SqliteDatabase(path, writer=False))
+        self._board = Board.rebuilt(ledger.counters(), self._reader, config.shown_runs)
+        self._writer = Writer(ledger, self._board.add, config.write_queue)
+        self._parts.callback(self._writer.close)
+        self._pool = self._start_pool(config)
+        contracts = known_contracts()
+        self._pipeline = Pipeline(
+            contracts, Rate(config.recompute_rate), self._board, self._pool.put if self._pool else None
+        )
+        live = Live(
+            lambda: self._writer.waiting, lambda: self._pool.waiting if self._pool else 0, self._reader.size_bytes
+        )
+        self._metrics = Metrics(self._board, live)
+        token = TokenFile(config.token_file)
+        names = {digest: f"{c.profile.name}/segments={c.segments}" for digest, c in contracts.items()}
+        api = make_api(self._reader, self._metrics, token, metadata.version("rl-kernel"), names)
+        http = self._start_http(api, config.http)
+        limits = Limits(message_bytes=config.message_bytes, tokens=config.sample_tokens)
+        host, port = split_address("grpc", config.grpc)
+        server, port = start_server(AuditService(self._accept, limits, token), f"{host}:{port}", limits, None)
+        self._parts.callback(lambda: server.stop(grace=5).wait())
+        self.addresses = {"grpc": f"{host}:{port}", "http": http}
+        if self._pool is not None:
+            for key, urgent in self._reader.queued():
+                self._pool.put(key, urgent)
+
+    def close(self) -> None:
+        """Stop taking records, write what was taken, let go of everything. In reverse order of the start."""
+        self._parts.close()
+
+    def _accept(self, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
+        with self._metrics.receipt_seconds.time():
+            return self._writer.submit(lambda unit: self._pipeline.receive(unit, batch)).result()
+
+    def _start_pool(self, config: Config) -> RecomputePool | None:
+        if config.weights_root is None:
+            return None
+        pool = RecomputePool(config.weights_root, config.recompute_workers, self._load, self._conclude)
+        self._parts.callback(pool.close)
+        return pool
+
+    def _load(self, key: SampleKey) -> tuple[RolloutRecord, TrainerRecord]:
+        rollout, trainer = self._reader.record(key, "rollout"), self._reader.record(key, "trainer")
+        if not (isinstance(rollout, RolloutRecord) and isinstance(trainer, TrainerRecord)):
+            raise RecomputeError(f"the evidence of {key} has been retired", "evidence_retired")
+        return rollout, trainer
+
+    def _conclude(self, key: SampleKey, outcome: ReferenceLogprobs | RecomputeError, seconds: float) -> None:
+        self._metrics.recompute_seconds.observe(seconds)
+        future = self._writer.submit(lambda unit: self._pipeline.conclude(unit, key, outcome), block=True)
+        future.add_done_callback(lambda done: _report(key, done.exception()))
+
+    def _start_http(self, api: Any, address: str) -> str:
+        """Serve in a thread; returns the bound host:port."""
+        listener = _listen(address)
+        server = uvicorn.Server(uvicorn.Config(api, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
+        thread.start()
+
+        def stop() -> None:
+            server.should_exit = True
+            thread.join()
+            listener.close()
+
+        self._parts.callback(stop)
+        host, port = listener.getsockname()[:2]
+        return f"{host}:{port}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run until a signal; the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    started = time.monotonic()
+    stop = threading.Event()
+    failed: list[threading.ExceptHookArgs] = []
+
+    def give_up(failure: threading.ExceptHookArgs) -> None:
+        """A thread that ends by an error must not leave a process behind that looks alive."""
+        failed.append(failure)
+        log.critical("thread %s failed", failure.thread and failure.thread.name, exc_info=failure.exc_value)
+        stop.set()
+
+    threading.excepthook = give_up
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        config = _configure(arguments)
+        auditor = Auditor(config)
+    except AuditorError as error:
+        print(f"auditor: {error}", file=sys.stderr)
+        return 2
+    try:
+        if config.ports_file is not None:
+            _write_ports(config.ports_file, auditor.addresses)
+        if config.token_file is None:
+            log.warning("no token_file: whoever reaches %s may write records", auditor.addresses["grpc"])
+        log.info("ready after %.2f s: %s", time.monotonic() - started, auditor.addresses)
+        stop.wait()
+    except ConfigError as error:
+        print(f"auditor: {error}", file=sys.stderr)
+        return 2
+    finally:
+        auditor.close()
+    return 1 if failed else 0
+
+
+def _configure(arguments: Sequence[str]) -> Config:
+    parser = argparse.ArgumentParser(
+        prog="python -m auditor.main", description="Compares rollout and trainer, bit by bit."
+    )
+    parser.add_argument("--config", type=Path, help="YAML file with the settings below")
+    for name, field in Config.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        switch: dict[str, Any] = {"action": "store_true"} if field.annotation is bool else {}
+        parser.add_argument(
+            flag, dest=name, help=f"{field.description} (default: {field.default})", default=None, **switch
+        )
+    given = vars(parser.parse_args(arguments))
+    path = given.pop("config")
+    return load_config(path, {name: value for name, value in given.items() if value is not None})
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = split_address("http", address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {address} for HTTP: {error.strerror}") from None
+    return listener
+
+
+def _write_ports(path: Path, addresses: dict[str, str]) -> None:
+    """Whole or not at all, for somebody waits for it."""
+    draft = path.with_name(path.name + ".part")
+    try:
+        draft.write_text(json.dumps(addresses), "utf-8")
+        draft.rename(path)
+    except OSError as error:
+        raise ConfigError(f"ports_file {path}: {error.strerror}") from None
+
+
+def _report(key: SampleKey, error: BaseException | None) -> None:
+    if error is not None:
+        log.error("the reference's word on %s was not recorded and is asked again at the next start: %s", key, error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""Receive, check, compare, ask the reference, judge, record. Everything here happens inside one transaction.
+
+The words: a *receipt* says what became of a record; a *judgement* is what is known of a sample.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from auditor import codec
+from auditor.compare import ULP_EDGES, Comparison
+from auditor.drift import DriftSums
+from auditor.errors import ConflictError, RecomputeError
+from auditor.judge import (
+    Faulty,
+    Judgement,
+    PairJudgement,
+    Reference,
+    ReferenceLogprobs,
+    Verdict,
+    judge_pair,
+    judge_with_reference,
+    pending,
+)
+from auditor.preconditions import Condition, Contracts
+from auditor.records import Record, RolloutRecord, SampleKey, Side, TrainerRecord
+from auditor.sampling import Policy
+from auditor.storage.ledger import Stored, Unit
+from auditor.storage.rows import Totals, change
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of one record. code, detail: why, where it was refused."""
+
+    outcome: Literal["accepted", "duplicate", "refused"]
+    code: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A record that holds together, and its canonical bytes."""
+
+    record: Record
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A record that does not, and why. side: empty where not even that can be told."""
+
+    side: Side | Literal[""]
+    code: str
+    detail: str
+
+
+class Observer(Protocol):
+    """Hears of what became durable."""
+
+    def step_changed(self, run_id: str, step: int, totals: Totals, gained: Totals) -> None:
+        """A step has new totals; gained: what they grew by."""
+
+
+class Pipeline:
+    """What the auditor does with records, apart from wires, disks and processes.
+
+    policy: which agreeing samples to recompute. recompute: hands a sample to the reference, the urgent ones first;
+    None where there is no reference, and mismatches stay without a side.
+    """
+
+    def __init__(
+        self,
+        contracts: Contracts,
+        policy: Policy,
+        observer: Observer,
+        recompute: Callable[[SampleKey, bool], None] | None,
+    ) -> None:
+        self._contracts = contracts
+        self._policy = policy
+        self._observer = observer
+        self._recompute = recompute
+
+    def receive(self, unit: Unit, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
+        """Store a batch and judge the samples that it completes; one receipt a record, in order."""
+        gained: dict[tuple[str, int], Totals] = defaultdict(Totals)
+        receipts = [
+            self._refuse(unit, item) if isinstance(item, Refused) else self._take(unit, item, gained) for item in batch
+        ]
+        self._add_to_steps(unit, gained)
+        return receipts
+
+    def conclude(self, unit: Unit, key: SampleKey, outcome: ReferenceLogprobs | RecomputeError) -> None:
+        """Take in what the reference said of a sample; said again, it changes nothing."""
+        before = unit.judgement(key)
+        if before is None or before.reference is not Reference.QUEUED:
+            return
+        rollout, trainer = self._pair(unit, key)
+        if isinstance(outcome, RecomputeError):
+            after = replace(before, reference=Reference.FAILED, reference_error=f"{outcome.code}: {outcome}")
+            unit.count("recompute_errors", run_id=key.run_id, code=outcome.code)
+        else:
+            after = judge_with_reference(before, rollout, trainer, outcome)
+            unit.keep_reference(key, outcome.rollout)
+            self._count_reference(unit, key, after)
+        self._count_final(unit, key, after)
+        unit.judge(key, after, before)
+        self._add_to_steps(unit, {(key.run_id, key.step): change(before, after, DriftSums())})
+
+    def _take(self, unit: Unit, item: Incoming, gained: dict[tuple[str, int], Totals]) -> Receipt:
+        record, key = item.record, item.record.key
+        try:
+            stored = unit.add_record(key, record.side, item.payload)
+        except ConflictError as error:
+            return self._refuse(unit, Refused(record.side, error.code, str(error)), key.run_id)
+        unit.count("records", run_id=key.run_id, side=record.side, outcome=stored.value)
+        if stored is Stored.DUPLICATE:
+            return Receipt("duplicate")
+        before = unit.judgement(key)
+        judged = self._judge(unit, record)
+        unit.judge(key, judged.judgement, before)
+        gained[key.run_id, key.step] += change(before, judged.judgement, judged.drift)
+        return Receipt("accepted")
+
+    def _judge(self, unit: Unit, record: Record) -> PairJudgement:
+        other: Side = "trainer" if record.side == "rollout" else "rollout"
+        payload = unit.payload(record.key, other)
+        if payload is None:
+            return PairJudgement(pending(other, record.weight_version), None)
+        rollout, trainer = _ordered(record, codec.decode(payload))
+        try:
+            pair = judge_pair(rollout, trainer, self._contracts)
+        except Exception as error:
+            # The record is sound and stays; that the auditor could not judge it must be visible, not refused.
+            log.exception("sample %s could not be judged", record.key)
+            return PairJudgement(Judgement(Verdict.ERROR, reference_error=f"internal: {error!r}"), None)
+        return self._count_pair(unit, record.key, pair)
+
+    def _count_pair(self, unit: Unit, key: SampleKey, pair: PairJudgement) -> PairJudgement:
+        judgement, comparison = pair.judgement, pair.comparison
+        if comparison is None:
+            unit.count("not_comparable_samples", run_id=key.run_id, condition=judgement.condition)
+            return pair
+        _count_tokens(unit, key.run_id, judgement, comparison)
+        mismatch = judgement.verdict is Verdict.MISMATCH
+        if self._recompute is not None and (mismatch or self._policy.wants(key)):
+            ask = self._recompute
+            unit.after_commit.append(lambda: ask(key, mismatch))
+            judgement = replace(judgement, reference=Reference.QUEUED)
+        self._count_final(unit, key, judgement)
+        return PairJudgement(judgement, comparison)
+
+    def _count_reference(self, unit: Unit, key: SampleKey, judgement: Judgement) -> None:
+        unit.count("recomputed_tokens", judgement.compared, run_id=key.run_id, mma=judgement.reference_mma)
+        for side, differing in (("rollout", judgement.rollout_differing), ("trainer", judgement.trainer_differing)):
+            if differing:
+                unit.count("mismatched_tokens", differing, run_id=key.run_id, side=side)
+
+    def _count_final(self, unit: Unit, key: SampleKey, judgement: Judgement) -> None:
+        """Count a mismatched sample once, when its side is known or nobody will say it."""
+        if judgement.reference is Reference.QUEUED or judgement.verdict is not Verdict.MISMATCH:
+            return
+        side = Faulty.NONE if judgement.explained_by_arithmetic else judgement.side
+        unit.count("mismatched_samples", run_id=key.run_id, side=side.value, cause=judgement.cause or "unknown")
+
+    def _refuse(self, unit: Unit, refused: Refused, run_id: str = "") -> Receipt:
+        unit.count("records", run_id=run_id, side=refused.side, outcome="refused")
+        unit.count("refusals", code=refused.code)
+        return Receipt("refused", refused.code, refused.detail)
+
+    def _add_to_steps(self, unit: Unit, gained: dict[tuple[str, int], Totals]) -> None:
+        for (run_id, step), totals in gained.items():
+            new, first = unit.add_to_step(run_id, step, totals)
+            if first:
+                _start_counters(unit, run_id)
+            unit.after_commit.append(_tell(self._observer, run_id, step, new, totals))
+
+    def _pair(self, unit: Unit, key: SampleKey) -> tuple[RolloutRecord, TrainerRecord]:
+        rollout, trainer = unit.payload(key, "rollout"), unit.payload(key, "trainer")
+        assert rollout is not None, f"the rollout record of {key} is gone while its reference is queued"
+        assert trainer is not None, f"the trainer record of {key} is gone while its reference is queued"
+        return _ordered(codec.decode(rollout), codec.decode(trainer))
+
+
+def _tell(observer: Observer, run_id: str, step: int, totals: Totals, gained: Totals) -> Callable[[], None]:
+    return lambda: observer.step_changed(run_id, step, totals, gained)
+
+
+def _ordered(one: Record, other: Record) -> tuple[RolloutRecord, TrainerRecord]:
+    match one, other:
+        case (RolloutRecord(), TrainerRecord()):
+            return one, other
+        case (TrainerRecord(), RolloutRecord()):
+            return other, one
+        case _:
+            raise AssertionError(f"two records of one side are stored for {one.key}")
+
+
+def _start_counters(unit: Unit, run_id: str) -> None:
+    """Counters that an alert looks at start at 0 with the run: a series that first appears at 5 has never increased."""
+    unit.count("compared_tokens", 0, run_id=run_id)
+    for side in ("pair", "rollout", "trainer"):
+        unit.count("mismatched_tokens", 0, run_id=run_id, side=side)
+    for side in ("rollout", "trainer"):
+        unit.count("nonfinite_logprobs", 0, run_id=run_id, side=side)
+    for condition in Condition:
+        unit.count("not_comparable_samples", 0, run_id=run_id, condition=condition.value)
+
+
+def _count_tokens(unit: Unit, run_id: str, judgement: Judgement, comparison: Comparison) -> None:
+    unit.count("compared_tokens", judgement.compared, run_id=run_id)
+    if judgement.differing and judgement.same_arithmetic:
+        unit.count("mismatched_tokens", judgement.differing, run_id=run_id, side="pair")
+    if judgement.differing and not judgement.same_arithmetic:
+        unit.count("other_arithmetic_tokens", judgement.differing, run_id=run_id)
+    for side, count in (("rollout", comparison.nonfinite_rollout), ("trainer", comparison.nonfinite_trainer)):
+        if count:
+            unit.count("nonfinite_logprobs", count, run_id=run_id, side=side)
+    edges = [*(str(edge) for edge in ULP_EDGES), "+Inf"]
+    for edge, count in zip(edges, comparison.ulp_counts, strict=True):
+        if count:
+            unit.count("ulp_diff_bucket", count, run_id=run_id, le=edge)
+    unit.count("ulp_diff_sum", comparison.ulp_sum, run_id=run_id)

@@ -1,0 +1,163 @@
+"""The reference, asked in other processes: mismatches first, then the sampled ones in the order in which they came."""
+
+import heapq
+import itertools
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from auditor.errors import RecomputeError
+from auditor.frames import read_frame, write_frame
+from auditor.judge import ReferenceLogprobs
+from auditor.records import RolloutRecord, SampleKey, TrainerRecord
+
+log = logging.getLogger(__name__)
+_ATTEMPTS = 3
+
+Load = Callable[[SampleKey], tuple[RolloutRecord, TrainerRecord]]
+Conclude = Callable[[SampleKey, ReferenceLogprobs | RecomputeError, float], None]
+
+
+class RecomputePool:
+    """Worker processes and the queue before them.
+
+    load: fetches a sample's two records from the ledger, so that what waits costs a key and no arrays.
+    conclude: is told the outcome and the seconds that it took; called from the pool's threads.
+    """
+
+    def __init__(self, weights_root: Path, workers: int, load: Load, conclude: Conclude) -> None:
+        self._weights_root = weights_root
+        self._load = load
+        self._conclude = conclude
+        self._heap: list[tuple[int, int, SampleKey]] = []
+        self._order = itertools.count()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._threads = [threading.Thread(target=self._work, name=f"recompute-{i}") for i in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Samples in the queue."""
+        return len(self._heap)
+
+    def put(self, key: SampleKey, urgent: bool) -> None:
+        """Queue a sample. urgent: before all that are not."""
+        with self._changed:
+            heapq.heappush(self._heap, (0 if urgent else 1, next(self._order), key))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop at once; what waits is queued in the ledger and is taken up at the next start."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for process in list(self._processes):
+            process.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        worker: subprocess.Popen[bytes] | None = None
+        while (key := self._next()) is not None:
+            outcome: ReferenceLogprobs | RecomputeError | None = None
+            started = time.monotonic()
+            for _ in range(_ATTEMPTS):
+                worker = worker or self._start()
+                try:
+                    outcome = self._ask(worker, *self._load(key))
+                    break
+                except RecomputeError as error:
+                    outcome = error
+                    break
+                except (EOFError, OSError) as error:
+                    self._stop(worker)
+                    worker = None
+                    if self._closing:
+                        return
+                    log.warning("recompute worker ended on %s: %s", key, error)
+            outcome = outcome or RecomputeError(f"{_ATTEMPTS} workers ended on it", "worker_died")
+            self._conclude(key, outcome, time.monotonic() - started)
+        if worker is not None:
+            self._stop(worker)
+
+    def _next(self) -> SampleKey | None:
+        with self._changed:
+            while not self._heap and not self._closing:
+                self._changed.wait()
+            return None if self._closing else heapq.heappop(self._heap)[2]
+
+    def _ask(
+        self, worker: subprocess.Popen[bytes], rollout: RolloutRecord, trainer: TrainerRecord
+    ) -> ReferenceLogprobs:
+        """The reference under each side's contract, once where it is the same one."""
+        of_rollout, mma = _call(worker, _job(rollout, rollout.contract_digest), rollout.tokens)
+        if trainer.contract_digest == rollout.contract_digest:
+            return ReferenceLogprobs(of_rollout, of_rollout, mma)
+        of_trainer, other = _call(worker, _job(rollout, trainer.contract_digest), rollout.tokens)
+        return ReferenceLogprobs(of_rollout, of_trainer, f"{mma},{other}")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "auditor.recompute_worker", str(self._weights_root)]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._processes.add(worker)
+        return worker
+
+    def _stop(self, worker: subprocess.Popen[bytes]) -> None:
+        self._processes.discard(worker)
+        worker.kill()
+        worker.wait()
+        for pipe in (worker.stdin, worker.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue  # what it still held was for a process that is gone
+
+
+def temperature_of(record: RolloutRecord) -> float:
+    """The temperature that the reported log-probabilities are of; RecomputeError where the reference cannot follow."""
+    sampling = record.sampling
+    if sampling.logprobs_mode == "raw_logprobs":
+        return 1.0
+    if sampling.logprobs_mode != "processed_logprobs":
+        raise RecomputeError(f"logprobs_mode {sampling.logprobs_mode!r} has no reference", "sampling_unsupported")
+    if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
+        raise RecomputeError(
+            f"top_p {sampling.top_p}, top_k {sampling.top_k}, min_p {sampling.min_p}: the reference renormalises"
+            " over the whole vocabulary only",
+            "sampling_unsupported",
+        )
+    return sampling.temperature
+
+
+def _job(record: RolloutRecord, contract_digest: str) -> dict[str, Any]:
+    if record.positions.offset:
+        raise RecomputeError(f"position offset {record.positions.offset} has no reference", "positions_unsupported")
+    return {
+        "prompt_len": record.prompt_len,
+        "temperature": temperature_of(record),
+        "weight_version": record.weight_version,
+        "weight_digest": record.weight_digest,
+        "contract_digest": contract_digest,
+        "rope_digest": record.positions.rope_digest,
+    }
+
+
+def _call(worker: subprocess.Popen[bytes], job: dict[str, Any], tokens: Any) -> tuple[Any, str]:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    write_frame(worker.stdin, job, tokens.astype("<u4").tobytes())  # type: ignore[arg-type]
+    header, body = read_frame(worker.stdout)  # type: ignore[arg-type]
+    if "error" in header:
+        raise RecomputeError(header["error"], header["code"])
+    return np.frombuffer(body, "<f4").astype(np.float32), header["mma"]

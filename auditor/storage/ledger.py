@@ -1,0 +1,203 @@
+"""The one writer: what is written in one transaction is there together, or not at all.
+
+with ledger.transaction() as unit:
+outcome = unit.add_record(key, "rollout", payload)
+unit.judge(key, judgement, drift)
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+from auditor.compare import Logprobs
+from auditor.errors import ConflictError, LedgerError
+from auditor.judge import Judgement, Verdict
+from auditor.records import SampleKey, Side
+from auditor.storage.chain import GENESIS, digest, link
+from auditor.storage.database import Database, migrate
+from auditor.storage.rows import Totals
+
+Counter = tuple[str, tuple[tuple[str, str], ...]]
+Counts = Mapping[Counter, float]
+
+
+class Stored(StrEnum):
+    """What became of a record."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+
+
+class Unit:
+    """What may be written inside one transaction. Made by `Ledger.transaction`, invalid after it."""
+
+    def __init__(self, database: Database, tail: tuple[int, bytes], now: float) -> None:
+        self._database = database
+        self.tail = tail
+        self._now = now
+        self.counts: dict[Counter, float] = {}
+        self.after_commit: list[Callable[[], None]] = []
+
+    def count(self, name: str, value: float = 1, **labels: str) -> None:
+        """Add to a durable counter."""
+        key = (name, tuple(sorted(labels.items())))
+        self.counts[key] = self.counts.get(key, 0) + value
+
+    def add_record(self, key: SampleKey, side: Side, payload: bytes) -> Stored:
+        """Store a record. DUPLICATE where the same one is there; ConflictError where another one is."""
+        content = digest(payload)
+        held = self._database.all(
+            "SELECT digest FROM records WHERE run_id = ? AND step = ? AND sample_id = ? AND side = ?", (*key, side)
+        )
+        if held and bytes(held[0][0]) == content:
+            return Stored.DUPLICATE
+        if held:
+            raise ConflictError(
+                f"a different {side} record of run {key.run_id!r}, step {key.step}, sample {key.sample_id!r} is stored"
+            )
+        seq = self._append("record", key, content)
+        self._database.run(
+            "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (seq, *key, side, content, payload, self._now)
+        )
+        return Stored.ACCEPTED
+
+    def payload(self, key: SampleKey, side: Side) -> bytes | None:
+        """The record of one side, or None where it has not come (or has been retired)."""
+        rows = self._database.all(
+            "SELECT payload FROM records WHERE run_id = ? AND step = ? AND sample_id = ? AND side = ?", (*key, side)
+        )
+        return bytes(rows[0][0]) if rows and rows[0][0] is not None else None
+
+    def judgement(self, key: SampleKey) -> Judgement | None:
+        """The present judgement of a sample."""
+        rows = self._database.all("SELECT body FROM samples WHERE run_id = ? AND step = ? AND sample_id = ?", key)
+        return Judgement.from_json(json.loads(rows[0][0])) if rows else None
+
+    def judge(self, key: SampleKey, judgement: Judgement, before: Judgement | None) -> None:
+        """Store a judgement, and the verdict in the chain unless it is only `pending`. before: the one it replaces."""
+        body = json.dumps(judgement.to_json(), sort_keys=True)
+        if judgement.verdict is not Verdict.PENDING:
+            seq = self._append("verdict", key, digest(body.encode()))
+            self._database.run("INSERT INTO verdicts VALUES (?, ?, ?, ?, ?)", (seq, *key, body))
+        state = (judgement.verdict.value, judgement.reference.value, body)
+        if before is None:
+            self._database.run("INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?)", (*key, *state))
+        else:
+            self._database.run(
+                "UPDATE samples SET verdict = ?, reference = ?, body = ?"
+                " WHERE run_id = ? AND step = ? AND sample_id = ?",
+                (*state, *key),
+            )
+
+    def keep_reference(self, key: SampleKey, logprobs: Logprobs) -> None:
+        """Keep what the reference computed, float32 [R], once a sample."""
+        payload = logprobs.astype("<f4").tobytes()
+        self._database.run("INSERT INTO reference_logprobs VALUES (?, ?, ?, ?)", (*key, payload))
+
+    def add_to_step(self, run_id: str, step: int, gained: Totals) -> tuple[Totals, bool]:
+        """Add to a step's totals and its run's; the step's new totals and whether the run was new."""
+        rows = self._database.all("SELECT body FROM steps WHERE run_id = ? AND step = ?", (run_id, step))
+        totals = (Totals.from_json(json.loads(rows[0][0])) if rows else Totals()) + gained
+        numbers = (totals.verdict(Verdict.MISMATCH), totals.verdict(Verdict.PENDING), json.dumps(totals.to_json()))
+        if rows:
+            self._database.run(
+                "UPDATE steps SET mismatches = ?, pending = ?, body = ? WHERE run_id = ? AND step = ?",
+                (*numbers, run_id, step),
+            )
+        else:
+            self._database.run("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", (run_id, step, *numbers))
+        return totals, self._add_to_run(run_id, gained)
+
+    def _add_to_run(self, run_id: str, gained: Totals) -> bool:
+        rows = self._database.all("SELECT body FROM runs WHERE run_id = ?", (run_id,))
+        if not rows:
+            body = json.dumps(gained.to_json())
+            self._database.run("INSERT INTO runs VALUES (?, ?, ?, ?)", (run_id, self._now, self._now, body))
+            return True
+        body = json.dumps((Totals.from_json(json.loads(rows[0][0])) + gained).to_json())
+        self._database.run("UPDATE runs SET last_at = ?, body = ? WHERE run_id = ?", (self._now, body, run_id))
+        return False
+
+    def _append(self, kind: str, key: SampleKey, content: bytes) -> int:
+        seq = self.tail[0] + 1
+        hashed = link(self.tail[1], seq, kind, key, content)
+        self._database.run("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (seq, kind, *key, content, hashed))
+        self.tail = (seq, hashed)
+        return seq
+
+    def flush_counts(self) -> None:
+        """Write the counters gathered in this unit."""
+        self._database.many(
+            "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT (name, labels)"
+            " DO UPDATE SET value = counters.value + excluded.value",
+            [(name, json.dumps(labels), value) for (name, labels), value in self.counts.items()],
+        )
+
+
+class Ledger:
+    """Owns the writing connection. Used from one thread at a time.
+
+    clock: Unix seconds, for `received_at`; nothing is decided by it, so a clock that jumps does no harm.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+        migrate(database)
+        self._tail = self._read_tail()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Unit]:
+        """Everything in the block becomes durable at its end, or nothing does."""
+        unit = Unit(self._database, self._tail, self._clock())
+        self._database.run("BEGIN")
+        try:
+            yield unit
+            unit.flush_counts()
+            self._database.run("COMMIT")
+        except BaseException:
+            self._rollback()
+            raise
+        self._tail = unit.tail
+
+    @contextmanager
+    def savepoint(self, unit: Unit) -> Iterator[None]:
+        """Inside a transaction: undo only the block where it raises."""
+        tail, counts, after = unit.tail, dict(unit.counts), list(unit.after_commit)
+        self._database.run("SAVEPOINT part")
+        try:
+            yield
+        except Exception:
+            self._database.run("ROLLBACK TO part")
+            self._database.run("RELEASE part")
+            unit.tail, unit.counts, unit.after_commit = tail, counts, after
+            raise
+        self._database.run("RELEASE part")
+
+    def counters(self) -> dict[Counter, float]:
+        """Every durable counter."""
+        rows = self._database.all("SELECT name, labels, value FROM counters")
+        return {(name, _labels(labels)): value for name, labels, value in rows}
+
+    def close(self) -> None:
+        """Let go of the database."""
+        self._database.close()
+
+    def _read_tail(self) -> tuple[int, bytes]:
+        rows = self._database.all("SELECT seq, hash FROM entries ORDER BY seq DESC LIMIT 1")
+        return (rows[0][0], bytes(rows[0][1])) if rows else (0, GENESIS)
+
+    def _rollback(self) -> None:
+        """Undo; a database that cannot even do that is closed by the next error, and nothing was acknowledged."""
+        try:
+            self._database.run("ROLLBACK")
+        except LedgerError:
+            return
+
+
+def _labels(text: str) -> tuple[tuple[str, str], ...]:
+    pairs: list[list[Any]] = json.loads(text)
+    return tuple((name, value) for name, value in pairs)

@@ -1,0 +1,143 @@
+"""What the ledger holds, read from any thread; every thread gets a connection of its own."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from auditor import codec
+from auditor.compare import Logprobs
+from auditor.errors import LedgerError, NotFoundError
+from auditor.judge import Judgement, Reference, Verdict
+from auditor.records import Record, SampleKey, Side
+from auditor.storage.database import Database, Row
+from auditor.storage.rows import RunRow, SampleRow, StepRow, Totals
+
+_RUNS = (
+    "SELECT r.run_id, r.first_at, r.last_at, r.body, count(s.step), min(s.step), max(s.step)"
+    " FROM runs r LEFT JOIN steps s ON s.run_id = r.run_id"
+)
+_RUNS_GROUP = " GROUP BY r.run_id, r.first_at, r.last_at, r.body"
+
+
+class Reader:
+    """Reads the ledger. connect: opens a connection for the calling thread."""
+
+    def __init__(self, connect: Callable[[], Database]) -> None:
+        self._connect = connect
+        self._local = threading.local()
+
+    @property
+    def database(self) -> Database:
+        """The connection of the calling thread."""
+        if not hasattr(self._local, "database"):
+            self._local.database = self._connect()
+        database: Database = self._local.database
+        return database
+
+    def runs(self, limit: int) -> list[RunRow]:
+        """The runs, the last active first."""
+        rows = self.database.all(f"{_RUNS}{_RUNS_GROUP} ORDER BY r.last_at DESC, r.run_id LIMIT ?", (limit,))
+        return [_run(row) for row in rows]
+
+    def run(self, run_id: str) -> RunRow:
+        """One run; NotFoundError."""
+        rows = self.database.all(f"{_RUNS} WHERE r.run_id = ?{_RUNS_GROUP}", (run_id,))
+        if not rows:
+            raise NotFoundError(f"no run {run_id!r}")
+        return _run(rows[0])
+
+    def steps(self, run_id: str, first: int, last: int, only_mismatching: bool, limit: int) -> list[StepRow]:
+        """Steps first..last of a run, ascending."""
+        self.run(run_id)
+        only = " AND mismatches > 0" if only_mismatching else ""
+        rows = self.database.all(
+            f"SELECT run_id, step, body FROM steps WHERE run_id = ? AND step >= ? AND step <= ?{only}"
+            " ORDER BY step LIMIT ?",
+            (run_id, first, last, limit),
+        )
+        return [_step(row) for row in rows]
+
+    def step(self, run_id: str, step: int) -> StepRow:
+        """One step; NotFoundError."""
+        rows = self.database.all("SELECT run_id, step, body FROM steps WHERE run_id = ? AND step = ?", (run_id, step))
+        if not rows:
+            raise NotFoundError(f"no step {step} in run {run_id!r}")
+        return _step(rows[0])
+
+    def last_complete_step(self, run_id: str) -> StepRow | None:
+        """The highest step in which no sample waits for a side."""
+        rows = self.database.all(
+            "SELECT run_id, step, body FROM steps WHERE run_id = ? AND pending = 0 ORDER BY step DESC LIMIT 1",
+            (run_id,),
+        )
+        return _step(rows[0]) if rows else None
+
+    def samples(self, run_id: str, step: int, after: str, limit: int, verdict: Verdict | None) -> list[SampleRow]:
+        """Samples of a step in ascending order of their id, from the one after `after`."""
+        self.step(run_id, step)
+        only = " AND verdict = ?" if verdict else ""
+        rows = self.database.all(
+            f"SELECT run_id, step, sample_id, body FROM samples WHERE run_id = ? AND step = ? AND sample_id > ?{only}"
+            " ORDER BY sample_id LIMIT ?",
+            (run_id, step, after, *([verdict.value] if verdict else []), limit),
+        )
+        return [_sample(row) for row in rows]
+
+    def sample(self, key: SampleKey) -> SampleRow:
+        """One sample; NotFoundError."""
+        rows = self.database.all(
+            "SELECT run_id, step, sample_id, body FROM samples WHERE run_id = ? AND step = ? AND sample_id = ?", key
+        )
+        if not rows:
+            raise NotFoundError(f"no sample {key.sample_id!r} in step {key.step} of run {key.run_id!r}")
+        return _sample(rows[0])
+
+    def record(self, key: SampleKey, side: Side) -> Record | None:
+        """What a side reported, or None where it has not or the evidence has been retired."""
+        rows = self.database.all(
+            "SELECT payload FROM records WHERE run_id = ? AND step = ? AND sample_id = ? AND side = ?", (*key, side)
+        )
+        return codec.decode(bytes(rows[0][0])) if rows and rows[0][0] is not None else None
+
+    def reference(self, key: SampleKey) -> Logprobs | None:
+        """The reference's log-probabilities, float32 [R], under the rollout's contract; None where it was not asked."""
+        rows = self.database.all(
+            "SELECT payload FROM reference_logprobs WHERE run_id = ? AND step = ? AND sample_id = ?", key
+        )
+        return np.frombuffer(bytes(rows[0][0]), "<f4").astype(np.float32) if rows else None
+
+    def queued(self) -> Iterator[tuple[SampleKey, bool]]:
+        """Samples that wait for the reference, and whether they are mismatches."""
+        rows = self.database.all(
+            "SELECT run_id, step, sample_id, verdict FROM samples WHERE reference = ? ORDER BY run_id, step, sample_id",
+            (Reference.QUEUED.value,),
+        )
+        for *key, verdict in rows:
+            yield SampleKey(*key), verdict == Verdict.MISMATCH.value
+
+    def size_bytes(self) -> int:
+        """Bytes on disk."""
+        return self.database.size_bytes()
+
+    def ready(self) -> bool:
+        """Whether the ledger answers."""
+        try:
+            self.database.all("SELECT 1")
+        except LedgerError:
+            return False
+        return True
+
+
+def _run(row: Row) -> RunRow:
+    run_id, first_at, last_at, body, steps, first, last = row
+    return RunRow(run_id, first_at, last_at, steps, first, last, Totals.from_json(json.loads(body)))
+
+
+def _step(row: Row) -> StepRow:
+    return StepRow(row[0], row[1], Totals.from_json(json.loads(row[2])))
+
+
+def _sample(row: Row) -> SampleRow:
+    return SampleRow(SampleKey(*row[:3]), Judgement.from_json(json.loads(row[3])))
