@@ -66,7 +66,10 @@ class Auditor:
             contracts, Rate(config.recompute_rate), self._board, self._pool.put if self._pool else None
         )
         live = Live(
-            lambda: self._writer.waiting, lambda: self._pool.waiting if self._pool else 0, self._reader.size_bytes
+            lambda: self._writer.waiting,
+            lambda: self._pool.waiting if self._pool else 0,
+            lambda: self._pool.lag_seconds if self._pool else 0.0,
+            self._reader.size_bytes,
         )
         self._metrics = Metrics(self._board, live)
         token = TokenFile(config.token_file)

@@ -36,7 +36,7 @@ class RecomputePool:
         self._weights_root = weights_root
         self._load = load
         self._conclude = conclude
-        self._heap: list[tuple[int, int, SampleKey]] = []
+        self._heap: list[tuple[int, int, float, SampleKey]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._closing = False
@@ -50,10 +50,16 @@ class RecomputePool:
         """Samples in the queue."""
         return len(self._heap)
 
+    @property
+    def lag_seconds(self) -> float:
+        """How long the sample that waits longest has waited; 0 where none waits."""
+        with self._changed:
+            return time.monotonic() - min(queued for _, _, queued, _ in self._heap) if self._heap else 0.0
+
     def put(self, key: SampleKey, urgent: bool) -> None:
         """Queue a sample. urgent: before all that are not."""
         with self._changed:
-            heapq.heappush(self._heap, (0 if urgent else 1, next(self._order), key))
+            heapq.heappush(self._heap, (0 if urgent else 1, next(self._order), time.monotonic(), key))
             self._changed.notify()
 
     def close(self) -> None:
@@ -94,7 +100,7 @@ class RecomputePool:
         with self._changed:
             while not self._heap and not self._closing:
                 self._changed.wait()
-            return None if self._closing else heapq.heappop(self._heap)[2]
+            return None if self._closing else heapq.heappop(self._heap)[3]
 
     def _ask(
         self, worker: subprocess.Popen[bytes], rollout: RolloutRecord, trainer: TrainerRecord

@@ -35,10 +35,11 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Gauges that are asked for at the scrape: queue lengths and bytes."""
+    """Gauges that are asked for at the scrape: queue lengths, seconds and bytes."""
 
     write_queue: Callable[[], int]
     recompute_queue: Callable[[], int]
+    recompute_lag: Callable[[], float]
     ledger_bytes: Callable[[], int]
 
 
@@ -58,6 +59,7 @@ class AuditCollector(Collector):
         for name, help_text, read in (
             ("write_queue_batches", "Batches that wait for the ledger.", self._live.write_queue),
             ("recompute_queue_samples", "Samples that wait for the reference.", self._live.recompute_queue),
+            ("recompute_lag_seconds", "Longest wait in the reference's queue.", self._live.recompute_lag),
             ("ledger_bytes", "Size of the ledger.", self._live.ledger_bytes),
         ):
             yield GaugeMetricFamily(f"auditor_{name}", help_text, value=read())
@@ -138,7 +140,15 @@ def _gauges(snapshot: Snapshot) -> Iterable[Metric]:
         for name, value in found.items():
             if value is not None:
                 drift.add_metric([run_id, name], value)
-    missing = GaugeMetricFamily("auditor_missing_pairs", "Samples that wait for this side.", labels=("run_id", "side"))
-    for (run_id, side), count in sorted(snapshot.missing.items()):
-        missing.add_metric([run_id, side], count)
-    return step, max_abs, drift, missing
+    yield from (step, max_abs, drift)
+    by_side: tuple[tuple[str, str, Mapping[tuple[str, str], float]], ...] = (
+        ("missing_pairs", "Samples that wait for this side.", snapshot.missing),
+        ("overdue_pairs", "Those of steps before the last complete one.", snapshot.overdue),
+        ("newest_step", "Highest step that this side reported for.", snapshot.newest_step),
+        ("last_record_timestamp_seconds", "Unix time of its last accepted record.", snapshot.last_record),
+    )
+    for name, help_text, values in by_side:
+        family = GaugeMetricFamily(f"auditor_{name}", help_text, labels=("run_id", "side"))
+        for labels, value in sorted(values.items()):
+            family.add_metric(labels, value)
+        yield family

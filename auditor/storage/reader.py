@@ -74,6 +74,14 @@ class Reader:
         )
         return _step(rows[0]) if rows else None
 
+    def incomplete_steps(self, run_id: str, limit: int) -> list[StepRow]:
+        """The newest steps in which a sample waits for a side."""
+        rows = self.database.all(
+            "SELECT run_id, step, body FROM steps WHERE run_id = ? AND pending > 0 ORDER BY step DESC LIMIT ?",
+            (run_id, limit),
+        )
+        return [_step(row) for row in rows]
+
     def samples(self, run_id: str, step: int, after: str, limit: int, verdict: Verdict | None) -> list[SampleRow]:
         """Samples of a step in ascending order of their id, from the one after `after`."""
         self.step(run_id, step)
