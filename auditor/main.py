@@ -188,6 +188,7 @@ def _listen(address: str) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(128)
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {address} for HTTP: {error.strerror}") from None

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+_PLUGINS = ("mypy", "mypy_grpc")
 STUBS = ("audit_pb2.py", "audit_pb2.pyi", "audit_pb2_grpc.py", "audit_pb2_grpc.pyi")
 
 
@@ -20,6 +21,7 @@ def generate(out: Path) -> None:
     status = protoc.main(
         [
             "protoc",
+            *(f"--plugin=protoc-gen-{name}={Path(sys.executable).parent / f'protoc-gen-{name}'}" for name in _PLUGINS),
             f"--proto_path={root}",
             f"--python_out={out}",
             f"--grpc_python_out={out}",

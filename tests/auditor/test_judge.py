@@ -1,0 +1,135 @@
+"""Bits decide, the reference says which side; tables of every outcome."""
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from auditor.compare import ULP_EDGES, compare_logprobs, ulp_distance
+from auditor.judge import Faulty, Judgement, Reference, ReferenceLogprobs, Verdict, judge_pair, judge_with_reference
+from auditor.records import Environment
+from rl_kernel.contract import ModelContract, Profile
+from tests.auditor.samples import CONTRACT, CONTRACTS, one_ulp_off, pair, with_logprobs
+
+
+def test_equal_bits_are_a_match_and_one_bit_is_a_mismatch() -> None:
+    rollout, trainer = pair()
+    assert judge_pair(rollout, trainer, CONTRACTS).judgement.verdict is Verdict.MATCH
+    judgement = judge_pair(rollout, one_ulp_off(trainer), CONTRACTS).judgement
+    assert judgement.verdict is Verdict.MISMATCH
+    assert judgement.side is Faulty.UNKNOWN
+    assert (judgement.compared, judgement.differing, judgement.first_index, judgement.max_ulp) == (32, 1, 5, 1)
+    bits = struct.unpack(">I", bytes.fromhex(judgement.rollout_bits))[0]
+    assert bits == int(rollout.logprobs.view(np.uint32)[5])
+    assert judgement.rollout_bits != judgement.trainer_bits
+
+
+def test_minus_zero_is_not_plus_zero() -> None:
+    rollout, trainer = pair()
+    judged = judge_pair(with_logprobs(rollout, 3, 0.0), with_logprobs(trainer, 3, -0.0), CONTRACTS).judgement
+    assert (judged.verdict, judged.differing, judged.max_abs) == (Verdict.MISMATCH, 1, 0.0)
+
+
+def test_a_nan_is_counted_and_never_becomes_zero() -> None:
+    rollout, trainer = pair()
+    one_sided = judge_pair(with_logprobs(rollout, 3, np.nan), trainer, CONTRACTS)
+    assert one_sided.judgement.verdict is Verdict.MISMATCH
+    assert (one_sided.judgement.nonfinite_rollout, one_sided.judgement.nonfinite_trainer) == (1, 0)
+    assert (one_sided.drift.tokens, one_sided.drift.nonfinite) == (31, 1)
+    same = judge_pair(with_logprobs(rollout, 3, np.nan), with_logprobs(trainer, 3, np.nan), CONTRACTS).judgement
+    assert (same.verdict, same.nonfinite_rollout, same.nonfinite_trainer) == (Verdict.MATCH, 1, 1)
+
+
+def test_a_token_outside_the_mask_is_not_compared() -> None:
+    rollout, trainer = pair()
+    mask = np.arange(32) != 5
+    off = one_ulp_off(replace(trainer, mask=mask), 5)
+    judged = judge_pair(replace(rollout, mask=mask), off, CONTRACTS).judgement
+    assert (judged.verdict, judged.compared) == (Verdict.MATCH, 31)
+
+
+def test_the_first_index_counts_masked_tokens_too() -> None:
+    rollout, trainer = pair()
+    mask = np.arange(32) >= 4
+    judged = judge_pair(replace(rollout, mask=mask), one_ulp_off(replace(trainer, mask=mask), 9), CONTRACTS).judgement
+    assert judged.first_index == 9
+
+
+@pytest.mark.parametrize(
+    ("rollout_off", "trainer_off", "verdict", "side"),
+    [
+        (False, False, Verdict.MATCH, Faulty.NONE),
+        (True, False, Verdict.MISMATCH, Faulty.ROLLOUT),
+        (False, True, Verdict.MISMATCH, Faulty.TRAINER),
+        (True, True, Verdict.MISMATCH, Faulty.BOTH),
+    ],
+)
+def test_the_reference_names_the_side(rollout_off: bool, trainer_off: bool, verdict: Verdict, side: Faulty) -> None:
+    rollout, trainer = pair()
+    truth = rollout.logprobs
+    rollout = one_ulp_off(rollout, 4) if rollout_off else rollout
+    trainer = one_ulp_off(trainer, 6) if trainer_off else trainer
+    before = judge_pair(rollout, trainer, CONTRACTS).judgement
+    after = judge_with_reference(before, rollout, trainer, ReferenceLogprobs(truth, truth, "fma32"))
+    assert (after.verdict, after.side, after.reference) == (verdict, side, Reference.DONE)
+    assert (after.rollout_differing, after.trainer_differing) == (rollout_off, trainer_off)
+    assert after.reference_differing == rollout_off + trainer_off
+
+
+def test_two_sides_that_agree_with_each_other_can_both_be_wrong() -> None:
+    rollout, trainer = pair()
+    truth = one_ulp_off(rollout, 2).logprobs
+    before = judge_pair(rollout, trainer, CONTRACTS).judgement
+    assert before.verdict is Verdict.MATCH
+    after = judge_with_reference(before, rollout, trainer, ReferenceLogprobs(truth, truth, "fma32"))
+    assert (after.verdict, after.side, after.reference_differing) == (Verdict.MISMATCH, Faulty.BOTH, 1)
+
+
+def test_a_difference_between_two_arithmetics_is_explained_when_each_side_keeps_to_its_own() -> None:
+    other = ModelContract(Profile("other", "cdna3", "poly"), CONTRACT.segments, CONTRACT.ops)
+    contracts = {**CONTRACTS, other.digest(): other}
+    rollout, trainer = pair()
+    trainer = one_ulp_off(
+        replace(trainer, contract_digest=other.digest(), environment=Environment("rocm-gfx942", "cdna3", "cc" * 32))
+    )
+    before = judge_pair(rollout, trainer, contracts).judgement
+    assert (before.verdict, before.same_arithmetic) == (Verdict.MISMATCH, False)
+    own = ReferenceLogprobs(rollout.logprobs, trainer.logprobs, "fma32,cdna3")
+    after = judge_with_reference(before, rollout, trainer, own)
+    assert (after.side, after.explained_by_arithmetic) == (Faulty.NONE, True)
+    wrong = ReferenceLogprobs(rollout.logprobs, one_ulp_off(trainer, 8).logprobs, "fma32,cdna3")
+    after = judge_with_reference(before, rollout, trainer, wrong)
+    assert (after.side, after.explained_by_arithmetic) == (Faulty.TRAINER, False)
+
+
+def test_a_judgement_survives_json() -> None:
+    judgement = judge_pair(*pair(), CONTRACTS).judgement
+    assert Judgement.from_json(judgement.to_json()) == judgement
+
+
+floats = st.floats(width=32, allow_nan=False)
+
+
+@given(floats, floats)
+def test_an_ulp_distance_of_zero_means_equal_bits(a: float, b: float) -> None:
+    left, right = np.array([a], np.float32), np.array([b], np.float32)
+    assert (int(ulp_distance(left, right)[0]) == 0) == (left.tobytes() == right.tobytes())
+
+
+def test_ulp_distances_worked_out_by_hand() -> None:
+    ulps = [np.float32(1.0), np.nextafter(np.float32(1.0), np.float32(2.0)), np.float32(0.0), np.float32(-0.0)]
+    left = np.array([ulps[0], ulps[2], ulps[3], ulps[0]], np.float32)
+    right = np.array([ulps[1], ulps[3], np.nextafter(np.float32(0), np.float32(1)), np.float32(2.0)], np.float32)
+    assert ulp_distance(left, right).tolist() == [1, 1, 2, 1 << 23]
+
+
+@given(st.lists(st.tuples(floats, floats), min_size=1, max_size=50))
+def test_the_histogram_has_every_number_once(values: list[tuple[float, float]]) -> None:
+    left, right = (np.array(side, np.float32) for side in zip(*values, strict=True))
+    found = compare_logprobs(left, right, np.ones(len(left), np.bool_))
+    assert sum(found.ulp_counts) == len(values)
+    assert found.ulp_counts[0] == len(values) - found.difference.differing
+    assert len(found.ulp_counts) == len(ULP_EDGES) + 1

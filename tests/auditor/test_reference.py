@@ -1,0 +1,150 @@
+"""The reference in its own process: right bits, right side, and one clear code where it cannot be asked."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from auditor.client import AuditClient
+from auditor.records import Layout, Positions, RolloutRecord, Sampling, TrainerRecord
+from rl_kernel.contracts import model_contract
+from rl_kernel.reference.model import Decoder
+from tests.auditor.processes import running_auditor
+from tests.auditor.samples import CONTRACT, ENVIRONMENT, one_ulp_off
+from tests.models import LLAMA, write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def weights_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("weights")
+    for version in (1, 2):
+        folder = write_tiny_model(root / f"v{version:06d}", LLAMA, seed=version)
+        digest = Decoder.open(folder, CONTRACT).weight_digest
+        (folder / "manifest.json").write_text(json.dumps({"weight_version": version, "weight_digest": digest}))
+    return root
+
+
+def true_pair(
+    root: Path, sample_id: str, version: int = 1, temperature: float = 1.0
+) -> tuple[RolloutRecord, TrainerRecord]:
+    """Both sides exactly as the contract has it."""
+    decoder = Decoder.open(root / f"v{version:06d}", CONTRACT)
+    tokens = np.random.default_rng([*sample_id.encode()]).integers(0, LLAMA.vocab, 40).astype(np.uint32)
+    (logprobs,) = decoder.logprobs([tokens.astype(np.int64)], [8], temperature)
+    common: dict[str, Any] = {
+        "run_id": "run",
+        "step": 0,
+        "sample_id": sample_id,
+        "prompt_len": 8,
+        "logprobs": logprobs,
+        "mask": np.ones(32, np.bool_),
+        "sampling": Sampling(temperature=temperature, seed=1),
+        "weight_version": version,
+        "weight_digest": decoder.weight_digest,
+        "contract_digest": CONTRACT.digest(),
+        "environment": ENVIRONMENT,
+        "layout": Layout(1, 1, LLAMA.vocab, 384, (0, 384)),
+        "positions": Positions(decoder.config.rope_digest),
+    }
+    return (
+        RolloutRecord(engine_id="r", tokens=tokens, **common),
+        TrainerRecord(trainer_id="t", token_count=40, tokens=tokens, **common),
+    )
+
+
+def both(pair: tuple[RolloutRecord, TrainerRecord], **change: Any) -> tuple[RolloutRecord, TrainerRecord]:
+    return replace(pair[0], **change), replace(pair[1], **change)
+
+
+def test_the_side_that_left_the_contract_is_named(weights_root: Path, tmp_path: Path) -> None:
+    cases = {
+        name: true_pair(weights_root, name, temperature=0.8)
+        for name in ("none", "rollout", "trainer", "both", "agreed")
+    }
+    cases["rollout"] = (one_ulp_off(cases["rollout"][0]), cases["rollout"][1])
+    cases["trainer"] = (cases["trainer"][0], one_ulp_off(cases["trainer"][1]))
+    cases["both"] = (one_ulp_off(cases["both"][0], 3), one_ulp_off(cases["both"][1], 4))
+    cases["agreed"] = (one_ulp_off(cases["agreed"][0]), one_ulp_off(cases["agreed"][1]))
+    flags = ("--weights-root", str(weights_root), "--recompute-rate", "1")
+    with (
+        running_auditor(tmp_path, *flags) as auditor,
+        AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
+    ):
+        for rollout, trainer in cases.values():
+            client.submit_rollout(rollout)
+            client.submit_trainer(trainer)
+        client.flush(10)
+        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0 and r["samples"] == 5)
+        sides = {name: auditor.get(f"/api/v1/runs/run/samples/0/{name}") for name in cases}
+        assert {name: found["judgement"]["side"] for name, found in sides.items()} == {
+            **{n: n for n in cases},
+            "agreed": "both",
+        }
+        assert sides["none"]["reference_bits"] == sides["none"]["rollout"]["bits"]
+        assert run["by_side"] == {"rollout": 1, "trainer": 1, "both": 2}
+        assert run["by_verdict"] == {"match": 1, "mismatch": 4}
+        assert (run["rollout_mismatched"], run["trainer_mismatched"], run["recomputed_mismatched"]) == (3, 3, 5)
+        assert auditor.metrics()['auditor_recomputed_tokens_total{mma="fma32",run_id="run"}'] == 160
+
+
+def test_what_the_reference_cannot_be_asked_has_a_code(weights_root: Path, tmp_path: Path) -> None:
+    sampling = Sampling(seed=1)
+    cases = {
+        "weights_missing": both(true_pair(weights_root, "a"), weight_version=7, weight_digest="ab" * 32),
+        "weights_digest": both(true_pair(weights_root, "b"), weight_digest="ab" * 32),
+        "rope_differs": both(true_pair(weights_root, "c"), positions=Positions("cd" * 32)),
+        "sampling_unsupported": both(true_pair(weights_root, "d"), sampling=replace(sampling, top_p=0.9)),
+        "positions_unsupported": both(true_pair(weights_root, "e"), positions=Positions("cd" * 32, offset=3)),
+    }
+    flags = ("--weights-root", str(weights_root), "--recompute-rate", "1")
+    with (
+        running_auditor(tmp_path, *flags) as auditor,
+        AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
+    ):
+        for rollout, trainer in cases.values():
+            client.submit_rollout(rollout)
+            client.submit_trainer(trainer)
+        client.flush(10)
+        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0 and r["samples"] == len(cases))
+        assert run["by_reference"] == {"failed": len(cases)}
+        assert run["by_verdict"] == {"match": len(cases)}, "that the two sides agree stays true"
+        metrics = auditor.metrics()
+        for code, (rollout, _) in cases.items():
+            assert metrics[f'auditor_recompute_errors_total{{code="{code}",run_id="run"}}'] == 1
+            found = auditor.get(f"/api/v1/runs/run/samples/0/{rollout.sample_id}")
+            assert found["judgement"]["reference_error"].startswith(f"{code}: ")
+
+
+def test_queued_samples_are_taken_up_after_a_kill(weights_root: Path, tmp_path: Path) -> None:
+    """Stored without a reference, killed, started with one: what was not queued stays, what was is recomputed once."""
+    flags = ("--weights-root", str(weights_root), "--recompute-rate", "1")
+    with (
+        running_auditor(tmp_path, *flags) as auditor,
+        AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
+    ):
+        for i in range(12):
+            rollout, trainer = true_pair(weights_root, f"{i}", version=1 + i % 2)
+            client.submit_rollout(rollout)
+            client.submit_trainer(trainer)
+        assert client.flush(10).accepted == 24
+        auditor.kill()
+        auditor.start()
+        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0)
+        assert run["by_reference"] == {"done": 12}
+        assert run["recomputed_mismatched"] == 0
+        assert auditor.metrics()['auditor_recomputed_tokens_total{mma="fma32",run_id="run"}'] == 12 * 32
+
+
+def test_other_contracts_are_refused_by_name(weights_root: Path) -> None:
+    from auditor.errors import RecomputeError
+    from auditor.recompute_worker import Models
+
+    models = Models(weights_root)
+    digest = Decoder.open(weights_root / "v000002", CONTRACT).weight_digest
+    with pytest.raises(RecomputeError, match="no contract has the digest"):
+        models.get(2, digest, "00" * 32)
+    elsewhere = models.get(99, digest, model_contract("portable", segments=4).digest())
+    assert elsewhere.weight_digest == digest, "found by its manifest where the folder has another name"
