@@ -27,7 +27,7 @@ class ReferenceSubject:
         self.law = Reference.of(model_contract(profile))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return getattr(self.law, name, None) or getattr(law, name)
+        return getattr(self.law, name) if hasattr(self.law, name) else getattr(law, name)
 
 
 class BackendSubject:

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from rl_kernel.compare import compare_bits
+from rl_kernel.contracts import model_contract
+from rl_kernel.ops import strict_plan
 from rl_kernel.reference.ops import F32, I32, Bits, narrow, widen
 from tests.contracts import laws
 from tests.contracts.cases import Case, all_cases
 from tests.contracts.draws import offsets
-from tests.contracts.subjects import ReferenceSubject
+from tests.contracts.subjects import BackendSubject, ReferenceSubject
 
 
 class Mutant(ReferenceSubject):
@@ -181,8 +183,24 @@ def test_law_rejects_its_mutant(law: Callable[[Any], None], mutant: type[Mutant]
         law(mutant())
 
 
-def test_every_law_but_paging_has_a_mutant() -> None:
-    assert set(laws.LAWS) - {law for law, _ in LAW_AND_MUTANT} == {laws.paging_changes_no_bit}
+class StaleBlockTable(BackendSubject):
+    """The second cache block of each sequence is read from where the first one is."""
+
+    def paged_attention(self, q: Bits, k_cache: Bits, v_cache: Bits, table: I32, cu_q: I32, lengths: I32) -> Bits:
+        stale = table.copy()
+        stale[:, 1] = np.where(lengths > k_cache.shape[1], table[:, 0], table[:, 1])
+        return super().paged_attention(q, k_cache, v_cache, stale, cu_q, lengths)
+
+
+def test_paging_law_rejects_a_stale_block_table() -> None:
+    plan = strict_plan(model_contract(), "cpu")
+    laws.paging_changes_no_bit(BackendSubject(plan))
+    with pytest.raises(AssertionError):
+        laws.paging_changes_no_bit(StaleBlockTable(plan))
+
+
+def test_every_law_has_a_mutant() -> None:
+    assert {law for law, _ in LAW_AND_MUTANT} | {laws.paging_changes_no_bit} == set(laws.LAWS)
 
 
 EQUAL_BITS_MUTANTS = (
