@@ -1,0 +1,57 @@
+#include "threads.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace cpu {
+namespace {
+
+// A library loaded with -ffast-math, or torch.set_flush_denormal, leaves FTZ and DAZ on in a thread.
+struct DefaultFloats {
+#if defined(__x86_64__)
+  unsigned saved = _mm_getcsr();
+  DefaultFloats() { _mm_setcsr(0x1f80); }
+  ~DefaultFloats() { _mm_setcsr(saved); }
+#endif
+};
+
+struct Buffer {
+  void* data = nullptr;
+  size_t bytes = 0;
+  ~Buffer() { std::free(data); }
+};
+
+}  // namespace
+
+void run_tasks(int64_t tasks, int threads, void (*task)(void*, int64_t), void* context) {
+  if (threads > tasks) threads = int(tasks);
+  if (threads <= 1) {
+    DefaultFloats guard;
+    for (int64_t i = 0; i < tasks; ++i) task(context, i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(threads)
+  {
+    DefaultFloats guard;
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(context, i);
+  }
+}
+
+void* scratch(int slot, size_t bytes) {
+  thread_local Buffer buffers[8];
+  Buffer& buffer = buffers[slot];
+  if (buffer.bytes < bytes) {
+    std::free(buffer.data);
+    buffer.bytes = (bytes + 4095) / 4096 * 4096;
+    buffer.data = std::aligned_alloc(4096, buffer.bytes);
+    if (!buffer.data) throw std::bad_alloc();
+  }
+  return buffer.data;
+}
+
+}  // namespace cpu

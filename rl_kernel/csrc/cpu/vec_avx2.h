@@ -1,0 +1,117 @@
+// Sixteen fp32 lanes as two AVX registers, with AVX2 and FMA. Included once, by isa_avx2.cpp.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct vf {
+  __m256 lo, hi;
+};
+
+inline __m256i low_bits(vf a) { return _mm256_castps_si256(a.lo); }
+inline __m256i high_bits(vf a) { return _mm256_castps_si256(a.hi); }
+inline vf from_bits(__m256i lo, __m256i hi) { return {_mm256_castsi256_ps(lo), _mm256_castsi256_ps(hi)}; }
+// All ones in the lanes below n.
+inline vf first(int n) {
+  const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return from_bits(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), index), _mm256_cmpgt_epi32(_mm256_set1_epi32(n - 8), index));
+}
+
+inline vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline vf load(const float* p, int n) {
+  vf m = first(n);
+  return {_mm256_maskload_ps(p, low_bits(m)), _mm256_maskload_ps(p + 8, high_bits(m))};
+}
+inline void store(float* p, vf a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+inline void store(float* p, vf a, int n) {
+  vf m = first(n);
+  _mm256_maskstore_ps(p, low_bits(m), a.lo);
+  _mm256_maskstore_ps(p + 8, high_bits(m), a.hi);
+}
+
+inline __m256i widened(const uint16_t* p) {
+  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+}
+inline vf load_bf16(const uint16_t* p) { return from_bits(widened(p), widened(p + 8)); }
+inline vf load_bf16(const uint16_t* p, int n) {
+  uint16_t x[16] = {};
+  std::memcpy(x, p, size_t(n) * sizeof *x);
+  return load_bf16(x);
+}
+struct pair {
+  vf even, odd;
+};
+inline pair load_pair(const uint32_t* p) {
+  __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 8));
+  const __m256i high = _mm256_set1_epi32(int(0xffff0000u));
+  return {from_bits(_mm256_slli_epi32(a, 16), _mm256_slli_epi32(b, 16)),
+          from_bits(_mm256_and_si256(a, high), _mm256_and_si256(b, high))};
+}
+
+inline vf fma(vf a, vf b, vf c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline vf add(vf a, vf b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline vf sub(vf a, vf b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline vf mul(vf a, vf b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline vf div(vf a, vf b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline vf neg(vf a) { return {_mm256_xor_ps(a.lo, _mm256_set1_ps(-0.0f)), _mm256_xor_ps(a.hi, _mm256_set1_ps(-0.0f))}; }
+inline vf neg_abs(vf a) {
+  return {_mm256_or_ps(a.lo, _mm256_set1_ps(-0.0f)), _mm256_or_ps(a.hi, _mm256_set1_ps(-0.0f))};
+}
+inline vf if_less(vf a, vf b, vf x, vf y) {
+  return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
+          _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
+}
+inline vf keep_first(vf a, vf otherwise, int n) {
+  vf m = first(n);
+  return {_mm256_blendv_ps(otherwise.lo, a.lo, m.lo), _mm256_blendv_ps(otherwise.hi, a.hi, m.hi)};
+}
+inline __m256 canonical(__m256 a) {
+  return _mm256_blendv_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+}
+inline vf canonical(vf a) { return {canonical(a.lo), canonical(a.hi)}; }
+inline vf exponent_of(vf a) {
+  const __m256i one = _mm256_set1_epi32(0x3f800000);
+  return from_bits(_mm256_add_epi32(_mm256_slli_epi32(low_bits(a), 23), one),
+                   _mm256_add_epi32(_mm256_slli_epi32(high_bits(a), 23), one));
+}
+
+inline __m256i rounded_high_half(__m256 a) {
+  __m256i x = _mm256_castps_si256(a);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));
+  __m256i sum = _mm256_add_epi32(_mm256_add_epi32(x, _mm256_set1_epi32(0x7fff)), odd);
+  return _mm256_blendv_epi8(sum, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+}
+inline vf round_bf16(vf a) {
+  const __m256i high = _mm256_set1_epi32(int(0xffff0000u));
+  return from_bits(_mm256_and_si256(rounded_high_half(a.lo), high), _mm256_and_si256(rounded_high_half(a.hi), high));
+}
+inline void store_bf16(uint16_t* p, vf a) {
+  __m256i lo = _mm256_srli_epi32(rounded_high_half(a.lo), 16), hi = _mm256_srli_epi32(rounded_high_half(a.hi), 16);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8));
+}
+inline void store_bf16(uint16_t* p, vf a, int n) {
+  uint16_t x[16];
+  store_bf16(x, a);
+  std::memcpy(p, x, size_t(n) * sizeof *x);
+}
+
+inline vf swap1(vf a) { return {_mm256_permute_ps(a.lo, 0xb1), _mm256_permute_ps(a.hi, 0xb1)}; }
+inline vf swap2(vf a) { return {_mm256_permute_ps(a.lo, 0x4e), _mm256_permute_ps(a.hi, 0x4e)}; }
+inline vf swap4(vf a) { return {_mm256_permute2f128_ps(a.lo, a.lo, 1), _mm256_permute2f128_ps(a.hi, a.hi, 1)}; }
+inline vf swap8(vf a) { return {a.hi, a.lo}; }
+inline float lane0(vf a) { return _mm256_cvtss_f32(a.lo); }
+
+inline float fma1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+constexpr int kMaxVectors = 1;
+constexpr int block_rows(int) { return 6; }
+
+}  // namespace

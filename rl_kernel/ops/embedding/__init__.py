@@ -1,0 +1,20 @@
+"""Token embedding.
+
+    embedding(ids[T] int64, w[V,K]) -> [T,K]
+    embedding_dw_(main_grad[V,K] fp32, dy[T,K], ids[T]) adds rows in logical order, in place
+
+Tensors are bf16 unless said.
+"""
+
+from rl_kernel.plan import Backend
+
+BACKENDS = (
+    Backend(
+        op="embedding",
+        name="cpu",
+        module="rl_kernel.ops.embedding.cpu",
+        device="cpu",
+        mma=frozenset(),
+        backward=True,
+    ),
+)

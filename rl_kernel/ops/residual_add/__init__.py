@@ -1,0 +1,14 @@
+"""Sum of the residual stream: residual_add(a, b) -> bf16 of one shape. Its gradient is the identity on both sides."""
+
+from rl_kernel.plan import Backend
+
+BACKENDS = (
+    Backend(
+        op="residual_add",
+        name="cpu",
+        module="rl_kernel.ops.residual_add.cpu",
+        device="cpu",
+        mma=frozenset(),
+        backward=True,
+    ),
+)

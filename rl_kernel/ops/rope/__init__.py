@@ -1,0 +1,20 @@
+"""Rotary position embedding, halves rotated (x1 = x[:D/2], x2 = x[D/2:]).
+
+    rope(x[T,H,D], cos[P,D/2] fp32, sin[P,D/2] fp32, positions[T] int64) -> [T,H,D]
+    rope_backward(dout, cos, sin, positions) -> dx
+
+The tables come from rl_kernel.reference.rope_table. Tensors are bf16 unless said; tokens of x may lie apart.
+"""
+
+from rl_kernel.plan import Backend
+
+BACKENDS = (
+    Backend(
+        op="rope",
+        name="cpu",
+        module="rl_kernel.ops.rope.cpu",
+        device="cpu",
+        mma=frozenset(),
+        backward=True,
+    ),
+)

@@ -1,0 +1,18 @@
+"""The all-reduce of a row-parallel layer: a fixed tree over ranks by logical index, whatever the transport.
+
+tree_sum(parts[R,...] fp32, out_dtype) -> [...]
+tree_all_reduce(partial fp32, group, out_dtype) -> same shape
+"""
+
+from rl_kernel.plan import Backend
+
+BACKENDS = (
+    Backend(
+        op="tree_all_reduce",
+        name="cpu",
+        module="rl_kernel.ops.tree_all_reduce.cpu",
+        device="cpu",
+        mma=frozenset(),
+        backward=True,
+    ),
+)
