@@ -1,8 +1,9 @@
 """Version 1 of every op's contract, as data.
 
-Vocabulary of the rules: `chain` is the MMA model's accumulation from +0 over ascending index; `fma`, `/`, `sqrt`
-are IEEE 754 fp32, correctly rounded; every other `+ - *` is one fp32 operation, rounded; `bf16()` rounds to
-nearest even. `tree` is the neighbour-pair binary tree ((v0+v1)+(v2+v3))+…, an odd last value moving up.
+Vocabulary of the rules: `chain` is the MMA model's accumulation from +0 over ascending index, in groups of the
+model's g terms from the first on, the last group padded with +0*+0; `fma`, `/`, `sqrt` are IEEE 754 fp32, correctly
+rounded; every other `+ - *` is one fp32 operation, rounded; `bf16()` rounds to nearest even. `tree` is the
+neighbour-pair binary tree ((v0+v1)+(v2+v3))+…, an odd last value moving up.
 `lane_dot(a, b)`: lane j of 128 takes i = j, j+128, … ascending by fma from +0, then tree over the lanes.
 An output that is NaN is stored as the one quiet NaN (bf16 0x7fc0, fp32 0x7fc00000).
 """
@@ -23,6 +24,8 @@ GEMM = (
     "output bf16(y), or y itself where the output is fp32",
     "dx[m,k] = chain over n of dy[m,n]*w[n,k], segments as above along n; output bf16",
     "dw[n,k] <- chain over rows t, starting from the fp32 main gradient, of dy[t,n]*x[t,k]; rows in logical order",
+    "every chain takes groups of the MMA model's g terms from its first term on (dw: from the first row of each call),"
+    " the last group padded with +0*+0; so calls of dw whose rows are multiples of g add up to one call",
 )
 RMS_NORM = (
     "s = lane_dot(x, x); r = 1 / sqrt(s / n + eps); t = x * r",
@@ -52,6 +55,7 @@ ATTENTION = (
     "backward: r = 1/l; p = exp2(s - m) * r; delta = lane_dot(dout, out); dp = chain over head_dim of dout*v",
     "ds = bf16(p * (dp - delta)); dq = bf16((chain over keys of ds*k + 0) * fp32(1/sqrt(d)))",
     "per query head: dv = chain over queries of bf16(p)*dout; dk = chain over queries of ds*q",
+    "a chain over keys or queries takes groups of g at absolute positions, where masked terms are +0*+0",
     "over the query heads of a kv head: tree; dv = bf16(tree + 0), dk = bf16((tree + 0) * fp32(1/sqrt(d)))",
 )
 LINEAR_LOGP = (

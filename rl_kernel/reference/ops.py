@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rl_kernel.contract import ModelContract, Profile
 from rl_kernel.errors import ShapeError
-from rl_kernel.reference import _reference
+from rl_kernel.reference import _reference, exp2_table
 
 Bits = npt.NDArray[np.uint16]
 F32 = npt.NDArray[np.float32]
@@ -31,6 +31,10 @@ class Reference:
     exp2_model: str
     kv_partial: int
     vocab_tile: int
+
+    def __post_init__(self) -> None:
+        if self.exp2_model == "sm90_ex2":
+            exp2_table.load()
 
     @classmethod
     def of(cls, contract: ModelContract) -> "Reference":
@@ -168,7 +172,7 @@ class Reference:
         return self.gemm_dx(dlogits, w, segments=segments), self.gemm_dw(main_grad, dlogits, h)
 
     def exp2(self, x: F32) -> F32:
-        """The profile's exp2 of non-positive values."""
+        """The profile's exp2 of non-positive values; under `sm90_ex2`, NaN where x > 0."""
         y = np.empty_like(x)
         _reference.exp2(y.reshape(-1), x.reshape(-1), self.exp2_model)
         return y

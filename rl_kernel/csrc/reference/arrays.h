@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "exp2.h"
 #include "mma.h"
 #include "scalar.h"
 
@@ -28,10 +29,8 @@ inline std::vector<float> widened(const bf16* x, int64_t n) {
   return out;
 }
 
-enum class Exp2 { poly };
-Exp2 exp2_model(const std::string& name);
-inline float exp2(Exp2, float x) { return exp2_poly(x); }
-
+void bind_mma(nb::module_&);
+void bind_exp2(nb::module_&);
 void bind_gemm(nb::module_&);
 void bind_norm(nb::module_&);
 void bind_elementwise(nb::module_&);

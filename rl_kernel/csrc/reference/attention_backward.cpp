@@ -5,9 +5,7 @@
 namespace ref {
 namespace {
 
-struct Shape {
-  int64_t heads, kv_heads, dim;
-};
+constexpr int64_t kBlock = 64;  // a multiple of every MMA model's group
 
 // One query head of one sequence of n tokens; q, k, v, dout: [n][dim] fp32.
 struct HeadGradients {
@@ -28,7 +26,15 @@ std::vector<float> transposed(const std::vector<float>& x, int64_t rows, int64_t
   return out;
 }
 
-HeadGradients head_backward(Mma mma, Exp2 model, int64_t n, int64_t dim, float scale, const std::vector<float>& q,
+// One row's chain through a block of `rows` terms, of which the first `first` are masked. a: [rows]; b: [rows][dim].
+void accumulate_from(const Mma& mma, int64_t first, int64_t rows, float* c, const float* a, const float* b,
+                     int64_t dim) {
+  std::vector<float> seen(rows * dim, 0.0f);
+  std::copy(b + first * dim, b + rows * dim, seen.begin() + first * dim);
+  accumulate(mma, c, dim, a, rows, seen.data(), dim, 1, dim, rows);
+}
+
+HeadGradients head_backward(const Mma& mma, Exp2 model, int64_t n, int64_t dim, float scale, const std::vector<float>& q,
                             const std::vector<float>& k, const std::vector<float>& v, const std::vector<float>& dout,
                             const std::vector<float>& out, const std::vector<float>& m, const std::vector<float>& l) {
   std::vector<float> s(n * n, 0.0f), dp(n * n, 0.0f), p(n * n, 0.0f), ds(n * n, 0.0f);
@@ -44,14 +50,22 @@ HeadGradients head_backward(Mma mma, Exp2 model, int64_t n, int64_t dim, float s
   }
   HeadGradients grad{std::vector<float>(n * dim, 0.0f), std::vector<float>(n * dim, 0.0f),
                      std::vector<float>(n * dim, 0.0f)};
-  // Row i of dq sums the keys it saw; row j of dk and dv the queries that saw it. Masked terms are left out: under
-  // the rule they are +0·+0, which can only turn a -0 into +0, and the final + 0 does that for every value.
-  for (int64_t i = 0; i < n; ++i)
-    accumulate(mma, grad.dq.data() + i * dim, dim, ds.data() + i * n, n, k.data(), dim, 1, dim, i + 1);
+  // Row i of dq sums the keys it saw, row j of dk and dv the queries that saw it, block by block of absolute positions;
+  // in the block on the diagonal the terms that the mask takes away are +0 * +0.
   std::vector<float> p_t = transposed(p, n, n), ds_t = transposed(ds, n, n);
-  for (int64_t j = 0; j < n; ++j) {
-    accumulate(mma, grad.dv.data() + j * dim, dim, p_t.data() + j * n + j, n, dout.data() + j * dim, dim, 1, dim, n - j);
-    accumulate(mma, grad.dk.data() + j * dim, dim, ds_t.data() + j * n + j, n, q.data() + j * dim, dim, 1, dim, n - j);
+  for (int64_t b = 0; b < n; b += kBlock) {
+    int64_t rows = std::min(kBlock, n - b), below = b + rows;
+    accumulate(mma, grad.dq.data() + b * dim, dim, ds.data() + b * n, n, k.data(), dim, rows, dim, b);
+    for (int64_t r = 0; r < rows; ++r) {
+      int64_t row = b + r;
+      accumulate(mma, grad.dq.data() + row * dim, dim, ds.data() + row * n + b, n, k.data() + b * dim, dim, 1, dim, r + 1);
+      accumulate_from(mma, r, rows, grad.dv.data() + row * dim, p_t.data() + row * n + b, dout.data() + b * dim, dim);
+      accumulate_from(mma, r, rows, grad.dk.data() + row * dim, ds_t.data() + row * n + b, q.data() + b * dim, dim);
+    }
+    accumulate(mma, grad.dv.data() + b * dim, dim, p_t.data() + b * n + below, n, dout.data() + below * dim, dim, rows,
+               dim, n - below);
+    accumulate(mma, grad.dk.data() + b * dim, dim, ds_t.data() + b * n + below, n, q.data() + below * dim, dim, rows,
+               dim, n - below);
   }
   return grad;
 }

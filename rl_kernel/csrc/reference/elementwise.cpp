@@ -1,4 +1,4 @@
-// RoPE, SwiGLU, embedding, the tree over ranks, and the two transcendental functions on their own.
+// RoPE, SwiGLU, embedding, the tree over ranks, and the logarithm on its own.
 #include "arrays.h"
 
 namespace ref {
@@ -81,11 +81,6 @@ void tree_over_ranks(Out<float, 1> y, In<float, 2> parts) {
 
 }  // namespace
 
-Exp2 exp2_model(const std::string& name) {
-  if (name == "poly") return Exp2::poly;
-  throw std::invalid_argument("the reference has no exp2 model '" + name + "'; it has: poly");
-}
-
 void bind_elementwise(nb::module_& module) {
   module.def("rope", &rope);
   module.def("swiglu", &swiglu);
@@ -93,9 +88,6 @@ void bind_elementwise(nb::module_& module) {
   module.def("embedding", &embedding);
   module.def("embedding_dw", &embedding_dw);
   module.def("tree_sum", &tree_over_ranks);
-  module.def("exp2", [](Out<float, 1> y, In<float, 1> x, const std::string& model) {
-    for (size_t i = 0; i < x.shape(0); ++i) y.data()[i] = canonical(exp2(exp2_model(model), x.data()[i]));
-  });
   module.def("ln", [](Out<float, 1> y, In<float, 1> x) {
     for (size_t i = 0; i < x.shape(0); ++i) y.data()[i] = canonical(ln(x.data()[i]));
   });

@@ -2,7 +2,6 @@
 #include <cmath>
 #include <cstring>
 #include <immintrin.h>
-#include <stdexcept>
 
 #include "mma.h"
 
@@ -60,15 +59,8 @@ __attribute__((target("avx512f"))) void avx512(float* c, int64_t ldc, const floa
 
 }  // namespace
 
-Mma mma_model(const std::string& name) {
-  if (name == "fma32") return Mma::fma32;
-  throw std::invalid_argument("the reference has no MMA model '" + name + "'; it has: fma32");
-}
-
-bool force_plain_mma = false;
-
-void accumulate(Mma, float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t m,
-                int64_t n, int64_t k) {
+void accumulate_fma32(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t m,
+                      int64_t n, int64_t k) {
 #if defined(__x86_64__)
   static const bool has_avx512 = __builtin_cpu_supports("avx512f");
   if (has_avx512 && !force_plain_mma) return avx512(c, ldc, a, lda, b, ldb, m, n, k);
