@@ -4,14 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 NUMERICS ?= strict
 
-.PHONY: setup build demo test lint bench clean
+.PHONY: setup build demo test lint bench clean ops-tools dashboards tour
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -U pip
 	$(BIN)/pip install -q scikit-build-core==1.1.2 nanobind==3.1.0 cmake ninja
-	$(BIN)/pip install -q --no-build-isolation -e '.[cpu,auditor,dev]'
+	$(BIN)/pip install -q --no-build-isolation -e '.[cpu,auditor,dev,ops]'
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
@@ -32,6 +32,16 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m tests.bench
+
+# Prometheus, Alertmanager, Chromium, Helm: what the tests in tests/deploy run. Debian packages need root.
+ops-tools: setup
+	BIN=$(BIN) deploy/tools.sh
+
+dashboards: setup
+	$(BIN)/python -m deploy.grafana.generate
+
+tour: setup ops-tools
+	$(BIN)/python -m deploy.tour.main
 
 clean:
 	rm -rf build $(VENV)

@@ -1,0 +1,126 @@
+"""The rule file says what its tests and its runbook say, and the tests can fail."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from auditor.export.metrics import COUNTERS
+from tests.auditor.processes import running_auditor
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDER = REPOSITORY / "deploy" / "prometheus"
+RUNBOOK = REPOSITORY / "docs" / "operations" / "alerts.md"
+RULES: dict[str, Any] = yaml.safe_load((FOLDER / "rules.yml").read_text())
+ALERTS: dict[str, dict[str, Any]] = {
+    rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule
+}
+TESTS = " ".join(test["name"] for test in yaml.safe_load((FOLDER / "rules_test.yml").read_text())["tests"])
+
+needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing: make ops-tools")
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+@needs_promtool
+def test_promtool_accepts_the_rules_and_their_tests_pass() -> None:
+    checked = promtool("check", "rules", str(FOLDER / "rules.yml"))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    tested = promtool("test", "rules", str(FOLDER / "rules_test.yml"))
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_every_alert_has_a_severity_a_summary_a_runbook_and_both_tests(alert: str) -> None:
+    rule = ALERTS[alert]
+    assert rule["labels"]["severity"] in ("critical", "warning", "none")
+    assert rule["annotations"]["summary"]
+    path, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    assert REPOSITORY / path == RUNBOOK
+    headings = re.findall(r"^## (.*)$", RUNBOOK.read_text(), re.MULTILINE)
+    assert anchor in {heading.lower() for heading in headings}
+    assert f"{alert} fires" in TESTS
+    assert f"{alert} is silent" in TESTS or alert == "Watchdog"
+
+
+@needs_promtool
+@pytest.mark.slow
+@pytest.mark.parametrize("alert", ALERTS)
+def test_the_tests_reject_an_alert_that_never_fires_and_one_that_always_does(alert: str, tmp_path: Path) -> None:
+    shutil.copy(FOLDER / "rules_test.yml", tmp_path)
+    for mutant in ("vector(0) > 1", "vector(1)"):
+        if alert == "Watchdog" and mutant == "vector(1)":
+            continue
+        ALERTS_FOR_MUTANT = yaml.safe_load((FOLDER / "rules.yml").read_text())
+        for group in ALERTS_FOR_MUTANT["groups"]:
+            for rule in group["rules"]:
+                if rule.get("alert") == alert:
+                    rule["expr"] = mutant
+                    rule.pop("for", None)
+        (tmp_path / "rules.yml").write_text(yaml.safe_dump(ALERTS_FOR_MUTANT))
+        assert promtool("test", "rules", str(tmp_path / "rules_test.yml")).returncode == 1, mutant
+
+
+def test_every_metric_in_the_rules_is_one_that_the_auditor_exports(tmp_path: Path) -> None:
+    expressions = " ".join(str(rule["expr"]) for group in RULES["groups"] for rule in group["rules"])
+    used = set(re.findall(r"(?<![:\w])auditor_\w+", expressions))
+    with running_auditor(tmp_path) as auditor:
+        exported = {name.partition("{")[0] for name in auditor.metrics()} | exported_families(auditor.http)
+    assert used <= exported, used - exported
+    assert {f"auditor_{name}_total" for name in COUNTERS} <= exported
+
+
+def exported_families(http: str) -> set[str]:
+    """Names in the TYPE lines, which are there before the first value."""
+    import urllib.request
+
+    with urllib.request.urlopen(f"http://{http}/metrics", timeout=10) as answer:
+        return set(re.findall(r"^# TYPE (\w+)", answer.read().decode(), re.MULTILINE))
+
+
+@pytest.mark.skipif(not shutil.which("amtool"), reason="amtool is missing: make ops-tools")
+@pytest.mark.parametrize(
+    ("labels", "receiver"),
+    [
+        (("alertname=MismatchedTokens", "severity=critical"), "page"),
+        (("alertname=NotComparableShare", "severity=warning"), "notify"),
+        (("alertname=Watchdog", "severity=none"), "heartbeat"),
+        (("alertname=SomethingElse",), "notify"),
+    ],
+)
+def test_alertmanager_routes_by_severity(labels: tuple[str, ...], receiver: str) -> None:
+    config = FOLDER / "alertmanager.yml"
+    command = ["amtool", "config", "routes", "test", f"--config.file={config}", f"--verify.receivers={receiver}"]
+    routed = subprocess.run([*command, *labels], capture_output=True, text=True, timeout=60, check=False)
+    assert routed.returncode == 0, routed.stdout + routed.stderr
+
+
+@pytest.mark.skipif(not shutil.which("amtool"), reason="amtool is missing: make ops-tools")
+def test_amtool_and_amlint_find_nothing_in_the_alertmanager_config() -> None:
+    checked = subprocess.run(
+        ["amtool", "check-config", str(FOLDER / "alertmanager.yml")], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    amlint = pytest.importorskip("amlint", reason="amlint is missing: pip install '.[ops]'")
+    assert amlint
+    import sys
+
+    linted = subprocess.run(
+        [Path(sys.executable).with_name("amlint"), "check", str(FOLDER / "alertmanager.yml")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+@needs_promtool
+def test_promtool_accepts_the_scrape_config() -> None:
+    checked = promtool("check", "config", "--syntax-only", str(FOLDER / "prometheus.yml"))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
