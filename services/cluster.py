@@ -72,7 +72,11 @@ class RolloutHandle:
 
     def __init__(self, make_engine: Callable[[], RolloutEngine], audit: AuditTarget, place: Place) -> None:
         self._log = place.log
-        self._actor = _start(RolloutActor, place, make_engine, audit)
+        self._actor, self._started = _start(RolloutActor, place, make_engine, audit)
+
+    def wait(self) -> None:
+        """Wait until the engine is there; raises what its start raised."""
+        self._call(self._started)
 
     def load(self, weights: WeightVersion) -> str:
         """As RolloutActor.load."""
@@ -104,9 +108,12 @@ class TrainerHandle:
     ) -> None:
         """make_engine: rank → what builds that rank's engine, in its own process. The ranks find each other there."""
         self._log = place.log
-        self._actors = [
-            _start(TrainerActor, place, make_engine(rank), audit if rank == 0 else None) for rank in range(ranks)
-        ]
+        started = [_start(TrainerActor, place, make_engine(r), audit if r == 0 else None) for r in range(ranks)]
+        self._actors, self._started = [actor for actor, _ in started], [reference for _, reference in started]
+
+    def wait(self) -> None:
+        """Wait until the engines of all ranks are there; raises what a start raised."""
+        _results(self._started, "the trainer actor", self._log)
 
     def load(self, weights: WeightVersion) -> str:
         """As TrainerActor.load."""
@@ -144,15 +151,21 @@ class TrainerHandle:
         return _results(references, "the trainer actor", self._log)[0]
 
 
-def _start(actor: type, place: Place, *arguments: Any) -> Any:
-    class Logged(actor):  # type: ignore[misc]
-        def __init__(self, log: Path, *arguments: Any) -> None:
+def _start(actor: type, place: Place, *arguments: Any) -> tuple[Any, Any]:
+    """Start a process for `actor`; return its handle and the reference of its start, which may fail."""
+
+    class Process(actor):  # type: ignore[misc]
+        def __init__(self, log: Path) -> None:
             _append_output_to(log)
+
+        def start(self, *arguments: Any) -> None:
+            # Not in __init__, whose errors Ray turns into text.
             super().__init__(*arguments)
 
-    Logged.__name__ = Logged.__qualname__ = actor.__name__
-    remote = ray.remote(Logged).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": dict(place.environment)})
-    return remote.remote(place.log, *arguments)
+    Process.__name__ = Process.__qualname__ = actor.__name__
+    options = {"num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": dict(place.environment)}}
+    handle = ray.remote(Process).options(**options).remote(place.log)
+    return handle, handle.start.remote(*arguments)
 
 
 def _append_output_to(log: Path) -> None:
@@ -170,9 +183,6 @@ def _results(references: list[Any], who: str, log: Path) -> list[Any]:
     except RayTaskError as error:
         raise error.cause from None
     except RayActorError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, Exception):
-            raise cause from None
         raise ServicesError(f"{who} died: {_first_line(error)}; its output is in {log}") from None
 
 

@@ -80,7 +80,7 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
         records=records,
         setup_seconds=setup_seconds,
         total_seconds=time.monotonic() - began,
-        peak_bytes=memory.stop(),
+        peak=memory.stop(),
         auditor_restarts=auditor.restarts if auditor else 0,
     )
     return _conclude(summary, folder, report, address)
@@ -139,6 +139,8 @@ def _open(
         ranks,
     )
     stack.callback(trainer.close)
+    rollout.wait()
+    trainer.wait()
     store = WeightStore(_weights_root(config, folder), config.weights.keep)
     parts = Parts(make_task(config, model), rollout, trainer, store)
     api = AuditorApi(address.http, folder.run_id, config.auditor.token_file)

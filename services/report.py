@@ -6,7 +6,6 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from services.loop import StepResult
 from services.verdicts import Verdicts
@@ -82,10 +81,9 @@ class Report:
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print names and values in two columns."""
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        width = max(len(name) for name, _ in rows)
         for name, value in rows:
-            table.add_row(name, value)
-        self.console.print(table)
+            self.say(f"{name:<{width}}  {value}")
 
 
 def counts(table: Mapping[str, int]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from auditor.client import Counts
 from services.config import Numerics
 from services.loop import StepResult
+from services.memory import Usage
 from services.plot import write_plot
 from services.report import counts, difference
 from services.verdicts import Verdicts
@@ -20,7 +21,7 @@ class Summary:
 
     steps: of this process. verdicts: the auditor's, by step, in the order of `steps`; total: of the whole run.
     samples: how many the auditor should have compared. records: of both sides, by what became of them.
-    setup_seconds: until both engines held the first weights. peak_bytes: of all processes together.
+    setup_seconds: until both engines held the first weights. peak: memory of all processes, when it was largest.
     """
 
     run_id: str
@@ -32,7 +33,7 @@ class Summary:
     records: Counts
     setup_seconds: float
     total_seconds: float
-    peak_bytes: int
+    peak: Usage
     auditor_restarts: int
 
     def faults(self) -> list[str]:
@@ -74,7 +75,8 @@ class Summary:
             "seconds_by_phase": self.seconds_by_phase(),
             "setup_seconds": self.setup_seconds,
             "total_seconds": self.total_seconds,
-            "peak_memory_bytes": self.peak_bytes,
+            "peak_memory_bytes": self.peak.total,
+            "peak_memory_by_process": dict(self.peak.by_role),
             "verdicts": dict(self.total.by_verdict),
             "not_comparable_by_condition": dict(self.total.by_condition),
             "mismatched_samples_by_side": dict(self.total.by_side),
@@ -104,6 +106,10 @@ class Summary:
             [v.max_abs for v in self.verdicts],
         )
 
+    def _peak_by_role(self) -> dict[str, float]:
+        by_size = sorted(self.peak.by_role.items(), key=lambda item: -item[1])
+        return {role: size / 2**30 for role, size in by_size}
+
     def rows(self) -> list[tuple[str, str]]:
         """What the terminal shows."""
         total, records = self.total, self.records
@@ -122,9 +128,9 @@ class Summary:
             ("records", counts({name: getattr(records, name) for name in records.__slots__})),
             (
                 "seconds",
-                _phases({"set-up": self.setup_seconds, **self.seconds_by_phase(), "in all": self.total_seconds}),
+                _table({"in all": self.total_seconds, "set-up": self.setup_seconds, **self.seconds_by_phase()}, 1),
             ),
-            ("peak memory", f"{self.peak_bytes / 2**30:.2f} GiB, all processes"),
+            ("peak memory, GiB", _table({"in all": self.peak.total / 2**30, **self._peak_by_role()}, 2)),
         ]
 
 
@@ -145,5 +151,5 @@ def _step_json(step: StepResult, verdicts: Verdicts) -> dict[str, Any]:
     }
 
 
-def _phases(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items())
+def _table(values: Mapping[str, float], digits: int) -> str:
+    return ", ".join(f"{name} {value:.{digits}f}" for name, value in values.items())
