@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 CLIP_BAND: Final = (0.8, 1.2)
+_MAX_EXPONENT: Final = 300.0
 _MAXIMA = frozenset({"max_abs", "max_prob_diff", "max_ratio"})
 _MINIMA = frozenset({"min_ratio"})
 
@@ -110,11 +111,11 @@ def drift_sums(
     if old.size == 0:
         return DriftSums(nonfinite=nonfinite)
     d = new - old
-    # Above e^700 a float64 overflows; a ratio of that size says all that there is to say.
-    ratio = np.exp(np.minimum(d, 700.0))
+    # Beyond e^300 squares and their sums would overflow; a ratio of that size says all that there is to say.
+    ratio = np.exp(np.minimum(d, _MAX_EXPONENT))
     prob_diff = np.abs(np.exp(np.minimum(new, 0.0)) - np.exp(np.minimum(old, 0.0)))
     abs_d = np.abs(d)
-    seq = math.exp(min(float(d.sum()), 300.0))
+    seq = math.exp(min(float(d.sum()), _MAX_EXPONENT))
     return DriftSums(
         tokens=d.size,
         nonfinite=nonfinite,
@@ -124,11 +125,11 @@ def drift_sums(
         d_squared=float((d * d).sum()),
         max_abs=float(abs_d.max()),
         ratio=float(ratio.sum()),
-        ratio_squared=_sum_of_squares(ratio),
+        ratio_squared=float((ratio * ratio).sum()),
         max_ratio=float(ratio.max()),
         min_ratio=float(ratio.min()),
         outside_clip=int(((ratio < CLIP_BAND[0]) | (ratio > CLIP_BAND[1])).sum()),
-        exp_abs_d=float(np.exp(np.minimum(abs_d, 700.0)).sum()),
+        exp_abs_d=float(np.exp(np.minimum(abs_d, _MAX_EXPONENT)).sum()),
         prob_diff=float(prob_diff.sum()),
         prob_diff_squared=float((prob_diff * prob_diff).sum()),
         max_prob_diff=float(prob_diff.max()),
@@ -139,7 +140,7 @@ def drift_sums(
         product=float((old * new).sum()),
         seq_ratio=seq,
         seq_ratio_squared=seq * seq,
-        seq_ppl_ratio=math.exp(min(-float(d.mean()), 300.0)),
+        seq_ppl_ratio=math.exp(min(-float(d.mean()), _MAX_EXPONENT)),
     )
 
 
@@ -188,8 +189,3 @@ def _pearson(sums: DriftSums) -> float | None:
 def _root(variance: float) -> float:
     """Square root of a variance that rounding may have left just below zero."""
     return math.sqrt(max(variance, 0.0))
-
-
-def _sum_of_squares(values: npt.NDArray[np.float64]) -> float:
-    with np.errstate(over="ignore"):
-        return float(min((values * values).sum(), 1e300))

@@ -71,13 +71,16 @@ class Auditor:
             lambda: self._pool.lag_seconds if self._pool else 0.0,
             self._reader.size_bytes,
         )
-        self._metrics = Metrics(self._board, live)
+        version = metadata.version("rl-kernel")
+        self._metrics = Metrics(self._board, live, version)
         token = TokenFile(config.token_file)
         names = {digest: f"{c.profile.name}/segments={c.segments}" for digest, c in contracts.items()}
-        api = make_api(self._reader, self._metrics, token, metadata.version("rl-kernel"), names)
+        api = make_api(self._reader, self._metrics, token, version, names)
         http = self._start_http(api, config.http)
         limits = Limits(message_bytes=config.message_bytes, tokens=config.sample_tokens)
         host, port = split_address("grpc", config.grpc)
+        # gRPC would say on stderr, in its own words, what `_listen` says in one line.
+        _listen("gRPC", config.grpc).close()
         server, port = start_server(AuditService(self._accept, limits, token), f"{host}:{port}", limits, None)
         self._parts.callback(lambda: server.stop(grace=5).wait())
         self.addresses = {"grpc": f"{host}:{port}", "http": http}
@@ -113,7 +116,7 @@ class Auditor:
 
     def _start_http(self, api: Any, address: str) -> str:
         """Serve in a thread; returns the bound host:port."""
-        listener = _listen(address)
+        listener = _listen("HTTP", address)
         server = uvicorn.Server(uvicorn.Config(api, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
         thread.start()
@@ -181,8 +184,8 @@ def _configure(arguments: Sequence[str]) -> Config:
     return load_config(path, {name: value for name, value in given.items() if value is not None})
 
 
-def _listen(address: str) -> socket.socket:
-    host, port = split_address("http", address)
+def _listen(what: str, address: str) -> socket.socket:
+    host, port = split_address(what, address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -191,7 +194,7 @@ def _listen(address: str) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {address} for HTTP: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on {address} for {what}: {error.strerror}") from None
     return listener
 
 

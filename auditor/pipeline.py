@@ -65,6 +65,9 @@ class Observer(Protocol):
     def step_changed(self, run_id: str, step: int, totals: Totals, gained: Totals) -> None:
         """A step has new totals; gained: what they grew by."""
 
+    def side_heard(self, run_id: str, side: str, step: int, at: float) -> None:
+        """A side has reported up to `step`, at Unix seconds `at`."""
+
 
 class Pipeline:
     """What the auditor does with records, apart from wires, disks and processes.
@@ -92,6 +95,7 @@ class Pipeline:
             self._refuse(unit, item) if isinstance(item, Refused) else self._take(unit, item, gained) for item in batch
         ]
         self._add_to_steps(unit, gained)
+        self._note_sides(unit, [item.record for item in batch if isinstance(item, Incoming)])
         return receipts
 
     def conclude(self, unit: Unit, key: SampleKey, outcome: ReferenceLogprobs | RecomputeError) -> None:
@@ -179,6 +183,15 @@ class Pipeline:
                 _start_counters(unit, run_id)
             unit.after_commit.append(_tell(self._observer, run_id, step, new, totals))
 
+    def _note_sides(self, unit: Unit, records: Sequence[Record]) -> None:
+        newest: dict[tuple[str, Side], int] = {}
+        for record in records:
+            name = (record.run_id, record.side)
+            newest[name] = max(newest.get(name, 0), record.step)
+        for (run_id, side), step in newest.items():
+            unit.heard_from(run_id, side, step)
+            unit.after_commit.append(_tell_side(self._observer, run_id, side, step, unit.now))
+
     def _pair(self, unit: Unit, key: SampleKey) -> tuple[RolloutRecord, TrainerRecord]:
         rollout, trainer = unit.payload(key, "rollout"), unit.payload(key, "trainer")
         assert rollout is not None, f"the rollout record of {key} is gone while its reference is queued"
@@ -188,6 +201,10 @@ class Pipeline:
 
 def _tell(observer: Observer, run_id: str, step: int, totals: Totals, gained: Totals) -> Callable[[], None]:
     return lambda: observer.step_changed(run_id, step, totals, gained)
+
+
+def _tell_side(observer: Observer, run_id: str, side: Side, step: int, at: float) -> Callable[[], None]:
+    return lambda: observer.side_heard(run_id, side, step, at)
 
 
 def _ordered(one: Record, other: Record) -> tuple[RolloutRecord, TrainerRecord]:

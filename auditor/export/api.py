@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from auditor.errors import AuditorError, AuthError, LedgerError, NotFoundError
 from auditor.export import views
 from auditor.export.metrics import Metrics
+from auditor.export.page_files import add_page
 from auditor.judge import Verdict
 from auditor.records import SampleKey
 from auditor.storage.reader import Reader
@@ -44,6 +45,7 @@ def make_api(
     _add_runs(app, reader)
     _add_samples(app, reader)
     _add_health(app, reader, metrics, version, contracts)
+    add_page(app)
     return app
 
 

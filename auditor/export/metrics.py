@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -68,8 +68,10 @@ class AuditCollector(Collector):
 class Metrics:
     """The registry of one auditor, with what only this process knows."""
 
-    def __init__(self, board: Board, live: Live) -> None:
+    def __init__(self, board: Board, live: Live, version: str) -> None:
         self.registry = CollectorRegistry()
+        build = Gauge("auditor_build_info", "Constant 1; the version is a label.", ["version"], registry=self.registry)
+        build.labels(version).set(1)
         self.registry.register(AuditCollector(board, live))
         self.receipt_seconds = Histogram(
             "auditor_receipt_seconds",
@@ -141,11 +143,13 @@ def _gauges(snapshot: Snapshot) -> Iterable[Metric]:
             if value is not None:
                 drift.add_metric([run_id, name], value)
     yield from (step, max_abs, drift)
+    newest = {name: step for name, (step, _) in snapshot.sides.items()}
+    last = {name: at for name, (_, at) in snapshot.sides.items()}
     by_side: tuple[tuple[str, str, Mapping[tuple[str, str], float]], ...] = (
         ("missing_pairs", "Samples that wait for this side.", snapshot.missing),
-        ("overdue_pairs", "Those of steps before the last complete one.", snapshot.overdue),
-        ("newest_step", "Highest step that this side reported for.", snapshot.newest_step),
-        ("last_record_timestamp_seconds", "Unix time of its last accepted record.", snapshot.last_record),
+        ("overdue_pairs", "Those of them whose side has reported a later step.", snapshot.overdue),
+        ("newest_step", "Highest step that this side reported for.", newest),
+        ("last_record_timestamp_seconds", "Unix time of its last record.", last),
     )
     for name, help_text, values in by_side:
         family = GaugeMetricFamily(f"auditor_{name}", help_text, labels=("run_id", "side"))

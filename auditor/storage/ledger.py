@@ -37,7 +37,7 @@ class Unit:
     def __init__(self, database: Database, tail: tuple[int, bytes], now: float) -> None:
         self._database = database
         self.tail = tail
-        self._now = now
+        self.now = now
         self.counts: dict[Counter, float] = {}
         self.after_commit: list[Callable[[], None]] = []
 
@@ -60,7 +60,7 @@ class Unit:
             )
         seq = self._append("record", key, content)
         self._database.run(
-            "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (seq, *key, side, content, payload, self._now)
+            "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (seq, *key, side, content, payload, self.now)
         )
         return Stored.ACCEPTED
 
@@ -92,6 +92,15 @@ class Unit:
                 (*state, *key),
             )
 
+    def heard_from(self, run_id: str, side: Side, step: int) -> None:
+        """Note that a side has reported up to `step`."""
+        self._database.run(
+            "INSERT INTO sides VALUES (?, ?, ?, ?) ON CONFLICT (run_id, side) DO UPDATE SET last_at = excluded.last_at,"
+            " newest_step = CASE WHEN excluded.newest_step > sides.newest_step THEN excluded.newest_step"
+            " ELSE sides.newest_step END",
+            (run_id, side, step, self.now),
+        )
+
     def keep_reference(self, key: SampleKey, logprobs: Logprobs) -> None:
         """Keep what the reference computed, float32 [R], once a sample."""
         payload = logprobs.astype("<f4").tobytes()
@@ -115,10 +124,10 @@ class Unit:
         rows = self._database.all("SELECT body FROM runs WHERE run_id = ?", (run_id,))
         if not rows:
             body = json.dumps(gained.to_json())
-            self._database.run("INSERT INTO runs VALUES (?, ?, ?, ?)", (run_id, self._now, self._now, body))
+            self._database.run("INSERT INTO runs VALUES (?, ?, ?, ?)", (run_id, self.now, self.now, body))
             return True
         body = json.dumps((Totals.from_json(json.loads(rows[0][0])) + gained).to_json())
-        self._database.run("UPDATE runs SET last_at = ?, body = ? WHERE run_id = ?", (self._now, body, run_id))
+        self._database.run("UPDATE runs SET last_at = ?, body = ? WHERE run_id = ?", (self.now, body, run_id))
         return False
 
     def _append(self, kind: str, key: SampleKey, content: bytes) -> int:

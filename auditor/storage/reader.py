@@ -66,6 +66,11 @@ class Reader:
             raise NotFoundError(f"no step {step} in run {run_id!r}")
         return _step(rows[0])
 
+    def sides(self) -> list[tuple[str, str, int, float]]:
+        """run, side, newest step and Unix seconds of the last record, of every side that ever reported."""
+        rows = self.database.all("SELECT run_id, side, newest_step, last_at FROM sides")
+        return [(run_id, side, step, at) for run_id, side, step, at in rows]
+
     def last_complete_step(self, run_id: str) -> StepRow | None:
         """The highest step in which no sample waits for a side."""
         rows = self.database.all(

@@ -30,6 +30,9 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         """CREATE TABLE reference_logprobs (
             run_id TEXT NOT NULL, step {integer} NOT NULL, sample_id TEXT NOT NULL, payload {blob} NOT NULL,
             PRIMARY KEY (run_id, step, sample_id))""",
+        """CREATE TABLE sides (
+            run_id TEXT NOT NULL, side TEXT NOT NULL, newest_step {integer} NOT NULL, last_at {real} NOT NULL,
+            PRIMARY KEY (run_id, side))""",
         """CREATE TABLE runs (
             run_id TEXT PRIMARY KEY, first_at {real} NOT NULL, last_at {real} NOT NULL, body TEXT NOT NULL)""",
         """CREATE TABLE counters (

@@ -1,0 +1,149 @@
+"""The auditor starts at once, or says in one line why not, with exit code 2."""
+
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+
+from auditor.client import AuditClient
+from auditor.codec import to_wire
+from auditor.config import Config, load_config
+from auditor.errors import ConfigError
+from auditor.proto import audit_pb2 as pb
+from auditor.proto.audit_pb2_grpc import AuditServiceStub
+from tests.auditor.processes import REPOSITORY, running_auditor
+from tests.auditor.samples import pair
+
+
+def refused(*flags: str) -> str:
+    """The one line of an auditor that does not start."""
+    command = [sys.executable, "-m", "auditor.main", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", *flags]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+def test_an_unknown_key_names_its_nearest_neighbour(tmp_path: Path) -> None:
+    config = tmp_path / "auditor.yaml"
+    config.write_text("recompute_rat: 1\n")
+    assert "unknown key 'recompute_rat'; did you mean 'recompute_rate'?" in refused("--config", str(config))
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    assert "none.yaml: No such file" in refused("--config", str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a list", "a mapping of settings"),
+        ("{", "not YAML"),
+        ("recompute_rate: 2", "recompute_rate: Input should be less than or equal to 1"),
+        ("grpc: nowhere", "no host:port"),
+        ("grpc: 127.0.0.1:99999", "no host:port"),
+        ("http: 0.0.0.0:1", "can be reached from other machines"),
+        ("weights_root: /no/such", "is no folder"),
+        ("ledger: /no/such/ledger.db", "folder /no/such does not exist"),
+        ("token_file: /no/such", "token_file /no/such: No such file"),
+    ],
+)
+def test_a_config_that_cannot_be_used_says_which_setting(tmp_path: Path, text: str, said: str) -> None:
+    config = tmp_path / "auditor.yaml"
+    config.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(config, {})
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"cannot listen on {address} for gRPC" in refused("--ledger", str(tmp_path / "l"), "--grpc", address)
+        assert f"cannot listen on {address} for HTTP" in refused("--ledger", str(tmp_path / "l"), "--http", address)
+
+
+def test_a_ledger_has_one_auditor(tmp_path: Path) -> None:
+    with running_auditor(tmp_path) as auditor:
+        assert "is in use by another auditor" in refused("--ledger", str(auditor.ledger))
+
+
+def test_a_file_that_is_no_ledger_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("my notes, long enough to be no SQLite file at all\n" * 100)
+    assert "file is not a database" in refused("--ledger", str(path))
+    assert path.read_text().startswith("my notes")
+
+
+def test_it_is_ready_within_two_seconds_of_work_and_small(tmp_path: Path) -> None:
+    """Seconds of this process on a core, so that what else the machine does changes nothing."""
+    with running_auditor(tmp_path) as auditor:
+        with urllib.request.urlopen(f"http://{auditor.http}/readyz", timeout=5) as answer:
+            assert answer.status == 200
+        assert auditor.process is not None
+        fields = Path(f"/proc/{auditor.process.pid}/stat").read_text().rpartition(")")[2].split()
+        assert (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") < 2.0
+        status = Path(f"/proc/{auditor.process.pid}/status").read_text()
+        (resident,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")]
+        assert resident < 300 * 1024, f"{resident} KiB"
+        assert auditor.stop() == 0
+
+
+def test_without_the_token_nothing_is_taken_or_shown(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    request = pb.SubmitRequest(batch=pb.Batch(records=[to_wire(pair()[0])]))
+    with running_auditor(tmp_path / "a", "--token-file", str(token)) as auditor:
+        with grpc.insecure_channel(auditor.grpc) as channel:
+            submit = AuditServiceStub(channel).Submit
+            for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "s3cret"),)):
+                with pytest.raises(grpc.RpcError) as error:
+                    submit(request, metadata=metadata)
+                assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(urllib.error.HTTPError) as denied:
+            auditor.get("/api/v1/runs")
+        assert denied.value.code == 401
+        assert denied.value.headers["content-type"] == "application/problem+json"
+        with AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s", token="s3cret") as client:
+            client.submit_rollout(pair()[0])
+            assert client.flush(10).accepted == 1
+        token.write_text("rotated\n")
+        with AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s", token="rotated") as client:
+            client.submit_trainer(pair()[1])
+            assert client.flush(10).accepted == 1
+        assert "s3cret" not in (auditor.folder / "auditor.log").read_text()
+
+
+def test_every_setting_is_documented_as_a_flag() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "auditor.main", "--help"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    for name in Config.model_fields:
+        assert f"--{name.replace('_', '-')}" in done.stdout
+
+
+def test_errors_of_the_api_are_problems_with_a_code(tmp_path: Path) -> None:
+    with running_auditor(tmp_path) as auditor:
+        for path, status, code in (
+            ("/api/v1/runs/none", 404, "not_found"),
+            ("/api/v1/runs/none/steps", 404, "not_found"),
+            ("/api/v1/runs/none/steps/0", 404, "not_found"),
+            ("/api/v1/runs/none/samples/0/x", 404, "not_found"),
+            ("/api/v1/runs/none/steps/-1", 422, "invalid_request"),
+            ("/api/v1/runs?limit=0", 422, "invalid_request"),
+            ("/nowhere", 404, "http"),
+        ):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                auditor.get(path)
+            assert error.value.code == status
+            assert error.value.headers["content-type"] == "application/problem+json"
+            assert f'"code":"{code}"'.encode() in error.value.read()
