@@ -1,0 +1,74 @@
+"""The job's own auditor as a process: it starts, is started again on the same ledger and ports, and ends."""
+
+import os
+import signal
+import socket
+import time
+import urllib.request
+
+import pytest
+
+from services.errors import AuditorError
+from services.referee import OwnAuditor, wait_until_ready
+
+
+@pytest.fixture
+def make_auditor(tmp_path):
+    made = []
+
+    def make(*arguments, ports=(0, 0), restart=True):
+        ledger = ["--ledger", str(tmp_path / "ledger.sqlite"), "--weights-root", str(tmp_path)]
+        made.append(OwnAuditor(tmp_path / "auditor", [*ledger, *arguments], *ports, restart=restart))
+        return made[-1]
+
+    yield make
+    for auditor in made:
+        auditor.stop()
+
+
+def _wait_until(true, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_it_answers_after_start_and_is_gone_after_stop(make_auditor):
+    auditor = make_auditor()
+    address = auditor.start()
+    with urllib.request.urlopen(f"{address.http}/healthz") as answer:
+        assert answer.read() == b"ok\n"
+    auditor.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(auditor.pid, 0)
+
+
+def test_killed_it_comes_back_at_the_same_address(make_auditor):
+    auditor = make_auditor()
+    address = auditor.start()
+    killed = auditor.pid
+    os.kill(killed, signal.SIGKILL)
+    _wait_until(lambda: auditor.restarts == 1 and auditor.pid != killed)
+    wait_until_ready(address.http, 20.0)
+
+
+def test_without_restart_it_stays_away(make_auditor):
+    auditor = make_auditor(restart=False)
+    address = auditor.start()
+    os.kill(auditor.pid, signal.SIGKILL)
+    with pytest.raises(AuditorError, match=r"is not ready after 1 s: .*[Rr]efused"):
+        wait_until_ready(address.http, 1.0)
+
+
+def test_a_port_in_use_is_named_with_the_keys_to_change(make_auditor):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AuditorError, match=rf"port {port} is in use; set auditor\.grpc_port"):
+            make_auditor(ports=(port, 0)).start()
+
+
+def test_an_auditor_that_refuses_to_start_is_quoted(make_auditor):
+    with pytest.raises(AuditorError, match=r"the auditor ended with code 2: .*recompute_rate"):
+        make_auditor("--recompute-rate", "7").start()
