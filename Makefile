@@ -3,23 +3,33 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 NUMERICS ?= strict
+CONFIG ?= deploy/configs/demo.yaml
+PIP := $(BIN)/pip --disable-pip-version-check
+BUILD_TOOLS := scikit-build-core==1.1.2 nanobind==3.1.0 cmake ninja
 
-.PHONY: setup build demo test lint bench clean ops-tools dashboards tour
+.PHONY: setup build model demo test lint bench clean ops-tools dashboards tour
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -U pip
-	$(BIN)/pip install -q scikit-build-core==1.1.2 nanobind==3.1.0 cmake ninja
-	$(BIN)/pip install -q --no-build-isolation -e '.[cpu,auditor,dev,ops]'
-	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
-	touch $@
+$(VENV)/.installed: pyproject.toml CMakeLists.txt
+	@command -v $(PYTHON) > /dev/null || { echo "set-up: $(PYTHON) is not here; install it, or say PYTHON=… (3.11)"; exit 1; }
+	@command -v c++ > /dev/null || { echo "set-up: no C++ compiler; install one (Debian: apt-get install g++)"; exit 1; }
+	@echo "set-up 1/3: $(VENV) and build tools"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -q $(BUILD_TOOLS)
+	@echo "set-up 2/3: torch, vLLM, Megatron-core, Ray (3.5 GB, about two minutes) and the C++ parts"
+	@mkdir -p build && flock build/.lock $(PIP) install -q --no-build-isolation -e '.[cpu,auditor,dev,ops]'
+	@echo "set-up 3/3: removing vLLM's unused image and audio packages"
+	@$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
 
 build: setup
-	mkdir -p build && flock build/.lock $(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	@mkdir -p build && flock build/.lock $(PIP) install -q --no-build-isolation --no-deps -e .
+
+model: setup
+	@$(BIN)/python -m services.models
 
 demo: setup
-	$(BIN)/python -m services.main --config deploy/configs/demo.yaml --numerics $(NUMERICS)
+	@$(BIN)/python -m services.main --config $(CONFIG) --numerics $(NUMERICS)
 
 test: setup
 	$(BIN)/pytest
