@@ -11,7 +11,7 @@ from rl_kernel.contract import ModelContract
 from rl_kernel.integrations.evidence import CountingPlan
 from rl_kernel.integrations.megatron.attention import PackedRows
 from rl_kernel.integrations.megatron.gradients import clear_gradients, finish_gradients
-from rl_kernel.integrations.megatron.logp import LinearLogp, logp_chunks
+from rl_kernel.integrations.megatron.logp import LinearLogp
 from rl_kernel.integrations.megatron.model_shape import Layout, strict_layout, transformer_config
 from rl_kernel.integrations.megatron.packing import Packed
 from rl_kernel.integrations.megatron.pointwise import StrictRopeTable
@@ -61,7 +61,6 @@ class StrictModel:
         """
         refuse_foreign_modules(self.module)
         self._passes.forward += 1
-        self._passes.forward_chunks += logp_chunks(packed.rows.shape[0])
         rows = PackedRows(
             qkv_format="thd",
             cu_seqlens_q=packed.offsets,
@@ -78,7 +77,6 @@ class StrictModel:
     def backward(self, logprobs: Tensor, gradient: Tensor) -> None:
         """Continue every main gradient by the part of these logprobs, whose gradient is `gradient` (fp32)."""
         self._passes.backward += 1
-        self._passes.backward_chunks += logp_chunks(logprobs.shape[0])
         logprobs.backward(gradient)
 
     def clear_gradients(self) -> None:

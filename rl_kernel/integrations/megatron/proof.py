@@ -66,16 +66,11 @@ def refuse_foreign_modules(model: torch.nn.Module) -> None:
 
 @dataclass(slots=True)
 class Passes:
-    """What a model was asked for since it was built: forwards, backwards, finished steps.
-
-    forward_chunks, backward_chunks: parts in which linear logp took their rows, where the vocabulary is cut over ranks.
-    """
+    """What a model was asked for since it was built: forwards, backwards, finished steps."""
 
     forward: int = 0
     backward: int = 0
     steps: int = 0
-    forward_chunks: int = 0
-    backward_chunks: int = 0
 
     def expected_calls(self, layout: Layout) -> dict[str, int]:
         """Function name, qualified by its op → calls that these passes imply on one rank."""
@@ -99,16 +94,12 @@ class Passes:
             "residual_add.residual_add": 2 * layers * forward,
             "tree_all_reduce.tree_sum": head_norms * self.steps,
         }
+        expected["linear_logp.linear_logp_backward"] = backward
         if layout.tp_size == 1:
-            return expected | {"linear_logp.linear_logp": forward, "linear_logp.linear_logp_backward": backward}
-        # The logits of the shards, chunk by chunk, and every sum over ranks: two a layer, the embedding, dh.
-        expected["gemm.gemm"] += self.forward_chunks + self.backward_chunks
-        expected["gemm.gemm_dx"] += self.backward_chunks
-        expected["gemm.gemm_dw_"] += self.backward_chunks
-        reduced = (2 * layers + 1) * forward + 2 * layers * backward + self.backward_chunks
+            return expected | {"linear_logp.linear_logp": forward}
+        # Sums over ranks: two a layer in each direction, the embedding, dh of the output layer.
         return expected | {
-            "linear_logp.vocab_stats": self.forward_chunks,
+            "linear_logp.linear_vocab_stats": forward,
             "linear_logp.merge_vocab_stats": forward,
-            "linear_logp.logit_gradient": self.backward_chunks,
-            "tree_all_reduce.tree_all_reduce": reduced,
+            "tree_all_reduce.tree_all_reduce": (2 * layers + 1) * (forward + backward),
         }

@@ -114,27 +114,29 @@ def linear_logp(h, w, target, *, temperature, vocab):
     return f32(logp), f32(lse)
 
 
-def linear_logp_backward(dlogp, h, w, target, lse, *, temperature, vocab, main_grad, segments):
-    dh, total = REF.linear_logp_backward(
-        bits(dlogp), bits(h), bits(w), bits(target), bits(lse), bits(main_grad),
-        temperature=temperature, vocab=vocab, segments=segments,
+def linear_logp_backward(
+    dlogp, h, w, target, lse, *, temperature, vocab, main_grad, segments, vocab_start, out_dtype
+):  # fmt: skip
+    heat = np.full(h.shape[0], temperature, np.float32)
+    d = np.empty((h.shape[0], w.shape[0]), np.uint16)
+    law._reference.logit_gradient(
+        d, REF.gemm_fp32(bits(h), bits(w)), bits(target), bits(lse), bits(dlogp), heat, vocab_start, vocab,
+        REF.exp2_model,
     )  # fmt: skip
-    main_grad.copy_(f32(total))
-    return bf16(dh)
+    gemm_dw_(main_grad, bf16(d), h)
+    return gemm_dx(bf16(d), w, segments=segments, out_dtype=out_dtype)
 
 
-def vocab_stats(logits, temperature, *, vocab_start, vocab):
-    m, s = REF.vocab_stats(bits(logits), bits(temperature), vocab_start=vocab_start, vocab=vocab)
-    return f32(m), f32(s)
+def linear_vocab_stats(h, w, target, *, temperature, vocab_start, vocab):
+    heat = np.full(h.shape[0], temperature, np.float32)
+    logits = REF.gemm_fp32(bits(h), bits(w))
+    m, s = REF.vocab_stats(logits, heat, vocab_start=vocab_start, vocab=vocab)
+    own = bits(target) - vocab_start
+    mine = (own >= 0) & (own < w.shape[0])
+    z = np.full(h.shape[0], -np.inf, np.float32)
+    z[mine] = logits[mine, own[mine]] / heat[mine]
+    return f32(m), f32(s), f32(z)
 
 
 def merge_vocab_stats(m, s):
     return f32(REF.merge_vocab_stats(bits(m), bits(s)))
-
-
-def logit_gradient(logits, target, lse, dlogp, temperature, *, vocab_start, vocab):
-    d = np.empty(logits.shape, np.uint16)
-    law._reference.logit_gradient(
-        d, bits(logits), bits(target), bits(lse), bits(dlogp), bits(temperature), vocab_start, vocab, REF.exp2_model
-    )
-    return bf16(d)
