@@ -21,6 +21,7 @@ class Backend:
     device: `cpu`, `cuda` or `rocm`.
     mma: the MMA models under which it is bitwise-equal to the reference; empty for ops without matrix products.
     backward: whether it has the gradients too.
+    exp2: the exp2 models that it computes, where the op has one.
     """
 
     op: str
@@ -29,6 +30,7 @@ class Backend:
     device: str
     mma: frozenset[str]
     backward: bool
+    exp2: frozenset[str] = frozenset({"poly"})
 
     def function(self, name: str) -> Callable[..., Any]:
         """Return the public function `name` of the backend's module."""
@@ -36,8 +38,10 @@ class Backend:
         return function
 
     def serves(self, contract: OpContract) -> bool:
-        """Whether this backend claims the contract's MMA model (ops without one are always served)."""
-        return contract.mma is None or contract.mma in self.mma
+        """Whether this backend claims the contract's MMA and exp2 models (ops without them are always served)."""
+        return (contract.mma is None or contract.mma in self.mma) and (
+            contract.exp2 is None or contract.exp2 in self.exp2
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,5 +71,11 @@ def _choose(contract: OpContract, device: str, table: tuple[Backend, ...]) -> Ba
         return able[0]
     if able:
         raise PlanError(f"{contract.op} on {device}: {len(able)} backends claim it ({', '.join(b.name for b in able)})")
-    others = ", ".join(f"{b.name} ({b.device}, {'/'.join(sorted(b.mma)) or 'any MMA model'})" for b in table)
-    raise PlanError(f"no backend serves {contract.op} on {device} under MMA model {contract.mma}; there is: {others or 'none'}")
+    others = ", ".join(
+        f"{b.name} ({b.device}, {'/'.join(sorted(b.mma)) or 'any MMA model'}, exp2 {'/'.join(sorted(b.exp2))})"
+        for b in table
+    )
+    raise PlanError(
+        f"no backend serves {contract.op} on {device} under MMA model {contract.mma} and exp2 model {contract.exp2}; "
+        f"there is: {others or 'none'}"
+    )

@@ -18,4 +18,13 @@ BACKENDS = (
         mma=frozenset({"fma32"}),
         backward=True,
     ),
+    Backend(
+        op="attention",
+        name="triton",
+        module="rl_kernel.ops.attention.triton_kernel",
+        device="cuda",
+        mma=frozenset({"sm90"}),
+        backward=True,
+        exp2=frozenset({"sm90_ex2"}),
+    ),
 )

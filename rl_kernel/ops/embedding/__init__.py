@@ -17,4 +17,12 @@ BACKENDS = (
         mma=frozenset(),
         backward=True,
     ),
+    Backend(
+        op="embedding",
+        name="triton",
+        module="rl_kernel.ops.embedding.triton_kernel",
+        device="cuda",
+        mma=frozenset(),
+        backward=True,
+    ),
 )

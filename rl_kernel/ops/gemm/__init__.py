@@ -20,4 +20,12 @@ BACKENDS = (
         mma=frozenset({"fma32"}),
         backward=True,
     ),
+    Backend(
+        op="gemm",
+        name="cublaslt",
+        module="rl_kernel.ops.gemm.cublaslt",
+        device="cuda",
+        mma=frozenset({"sm90"}),
+        backward=True,
+    ),
 )

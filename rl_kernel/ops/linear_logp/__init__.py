@@ -21,4 +21,13 @@ BACKENDS = (
         mma=frozenset({"fma32"}),
         backward=True,
     ),
+    Backend(
+        op="linear_logp",
+        name="triton",
+        module="rl_kernel.ops.linear_logp.triton_kernel",
+        device="cuda",
+        mma=frozenset({"sm90"}),
+        backward=True,
+        exp2=frozenset({"sm90_ex2"}),
+    ),
 )

@@ -11,4 +11,12 @@ BACKENDS = (
         mma=frozenset(),
         backward=True,
     ),
+    Backend(
+        op="residual_add",
+        name="triton",
+        module="rl_kernel.ops.residual_add.triton_kernel",
+        device="cuda",
+        mma=frozenset(),
+        backward=True,
+    ),
 )

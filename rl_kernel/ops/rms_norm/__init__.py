@@ -18,4 +18,12 @@ BACKENDS = (
         mma=frozenset(),
         backward=True,
     ),
+    Backend(
+        op="rms_norm",
+        name="triton",
+        module="rl_kernel.ops.rms_norm.triton_kernel",
+        device="cuda",
+        mma=frozenset(),
+        backward=True,
+    ),
 )

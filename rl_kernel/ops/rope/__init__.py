@@ -17,4 +17,12 @@ BACKENDS = (
         mma=frozenset(),
         backward=True,
     ),
+    Backend(
+        op="rope",
+        name="triton",
+        module="rl_kernel.ops.rope.triton_kernel",
+        device="cuda",
+        mma=frozenset(),
+        backward=True,
+    ),
 )

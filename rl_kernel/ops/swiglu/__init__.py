@@ -17,4 +17,13 @@ BACKENDS = (
         mma=frozenset(),
         backward=True,
     ),
+    Backend(
+        op="swiglu",
+        name="triton",
+        module="rl_kernel.ops.swiglu.triton_kernel",
+        device="cuda",
+        mma=frozenset(),
+        backward=True,
+        exp2=frozenset({"sm90_ex2"}),
+    ),
 )

@@ -15,4 +15,12 @@ BACKENDS = (
         mma=frozenset(),
         backward=True,
     ),
+    Backend(
+        op="tree_all_reduce",
+        name="triton",
+        module="rl_kernel.ops.tree_all_reduce.triton_kernel",
+        device="cuda",
+        mma=frozenset(),
+        backward=True,
+    ),
 )

@@ -1,0 +1,279 @@
+"""Log-probabilities straight from hidden states on GPUs: the LM head's tiles never leave the chip as logits.
+
+T tokens, K features, V vocabulary rows of the weight (pads included), J ids a token. The vocabulary is walked in
+stretches: each writes the statistics of its 64-id tiles, which one program a token then merges in ascending order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_kernel.contracts.v1 import VOCAB_TILE
+from rl_kernel.errors import ShapeError
+from rl_kernel.ops.accelerator import EX2, F32, I64, PackedWeight, held, require, require_rows
+from rl_kernel.ops.linear_logp.triton_backward import launch_for, linear_logp_backward
+from rl_kernel.ops.triton_scalar import LOG2E, NEG_INF, canonical, exp2, ln, tree
+
+__all__ = [
+    "linear_logp",
+    "linear_logp_backward",
+    "linear_vocab_stats",
+    "logp_from_logits",
+    "merge_vocab_stats",
+    "vocab_stats",
+]
+
+TILE = tl.constexpr(VOCAB_TILE)
+STATS = 1 << 24  # tile statistics held at once, a bound that the vocabulary does not move
+
+
+@triton.jit
+def tile_stats(z, real, EX2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """z[R,64], one tile a row → its maximum and its tree of exponentials; ids that are not real never count."""
+    top = tl.max(tl.where(real, z, NEG_INF), 1)
+    shift = tl.where(top == NEG_INF, 0.0, top)
+    terms = tl.where(real, exp2((z - shift[:, None]) * LOG2E, EX2), 0.0)
+    return top, tree(terms, 6)
+
+
+@triton.jit
+def linear_stats_kernel(
+    m, s, z_target, h, w, target, temperature, tokens, h_stride, vocab_start, vocab, k, first, last, tiles,
+    token_stride, tile_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, HEATED: tl.constexpr,
+    EX2: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """BM tokens against the BN rows of w from `first` on: logits in registers, the statistics of their tiles to memory.
+
+    vocab: rows of w that count; target minus vocab_start is a row of w.
+    """
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    id = first + tl.program_id(1) * BN + tl.arange(0, BN)
+    i = tl.arange(0, BK)
+    h_at = h + tl.where(row < tokens, row, 0).to(tl.int64)[:, None] * h_stride + i[None, :]
+    w_at = w + tl.where(id < last, id, 0).to(tl.int64)[None, :] * k + i[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in range(tl.cdiv(k, BK)):
+        if EVEN:
+            left, right = tl.load(h_at), tl.load(w_at)
+        else:
+            left = tl.load(h_at, mask=(i < k - step * BK)[None, :], other=0.0)
+            right = tl.load(w_at, mask=(i < k - step * BK)[:, None], other=0.0)
+        acc = tl.dot(left, right, acc)
+        h_at += BK
+        w_at += BK
+    z = tl.div_rn(acc, tl.zeros_like(acc) + temperature) if HEATED else acc
+    wanted = tl.load(target + row, mask=row < tokens, other=-1) - vocab_start
+    hit = (id[None, :] == wanted[:, None]) & ((id < last) & (id < vocab))[None, :] & (row < tokens)[:, None]
+    at = row.to(tl.int64)[:, None] + tl.zeros((BM, BN), tl.int64)
+    tl.store(z_target + at, z, mask=hit)
+    folded = tl.reshape(z, (BM * (BN // TILE), TILE))
+    real = tl.reshape(tl.broadcast_to((id < vocab)[None, :], (BM, BN)), (BM * (BN // TILE), TILE))
+    top, total = tile_stats(folded, real, EX2)
+    piece = tl.arange(0, BM * (BN // TILE))
+    token = tl.program_id(0) * BM + piece // (BN // TILE)
+    tile = tl.program_id(1) * (BN // TILE) + piece % (BN // TILE)
+    here = (token < tokens) & (tile < tiles)
+    out = tile.to(tl.int64) * tile_stride + token.to(tl.int64) * token_stride
+    tl.store(m + out, canonical(top), mask=here)
+    tl.store(s + out, canonical(total), mask=here)
+
+
+@triton.jit
+def merge_kernel(
+    top_io, sum_io, lse, m, s, tokens, tiles, tile_stride, token_stride,
+    BLOCK: tl.constexpr, CONTINUE: tl.constexpr, FINISH: tl.constexpr, UNROLL: tl.constexpr, EX2: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """BLOCK tokens merge their tiles in ascending order, from what the stretch before left behind."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = token < tokens
+    at = token.to(tl.int64) * token_stride
+    if CONTINUE:
+        top = tl.load(top_io + token, mask=here, other=0.0)
+        total = tl.load(sum_io + token, mask=here, other=0.0)
+    else:
+        top = tl.load(m + at, mask=here, other=0.0)
+        total = tl.load(s + at, mask=here, other=0.0)
+    begin: tl.constexpr = 0 if CONTINUE else 1
+    for tile in tl.range(begin, tiles, loop_unroll_factor=UNROLL):
+        m2 = tl.load(m + at + tile.to(tl.int64) * tile_stride, mask=here, other=0.0)
+        s2 = tl.load(s + at + tile.to(tl.int64) * tile_stride, mask=here, other=0.0)
+        after = tl.maximum(top, m2)
+        shift = tl.where(after == NEG_INF, 0.0, after)
+        a, b = exp2((top - shift) * LOG2E, EX2), exp2((m2 - shift) * LOG2E, EX2)
+        total = total * a + s2 * b
+        top = after
+    if FINISH:
+        tl.store(lse + token, canonical(top + ln(total)), mask=here)
+    else:
+        tl.store(top_io + token, top, mask=here)
+        tl.store(sum_io + token, total, mask=here)
+
+
+@triton.jit
+def vocab_stats_kernel(
+    m, s, logits, temperature, width, vocab_start, vocab, tiles, ROWS: tl.constexpr, EX2: tl.constexpr
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """ROWS tiles of one token's stored logits."""
+    token = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    real = (j < width) & (vocab_start + j < vocab)
+    heat = tl.load(temperature + token)
+    x = tl.load(logits + token * width + j, mask=real, other=0.0)
+    z = tl.div_rn(x, heat + tl.zeros_like(x))
+    top, total = tile_stats(z, real, EX2)
+    tl.store(m + token * tiles + tile, canonical(top), mask=tile < tiles)
+    tl.store(s + token * tiles + tile, canonical(total), mask=tile < tiles)
+
+
+@triton.jit
+def gather_logp_kernel(logp, logits, ids, temperature, lse, columns, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """logp of BLOCK of one token's ids. An id outside the vocabulary gives NaN."""
+    token = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    id = tl.load(ids + token * columns + j, mask=j < columns, other=0)
+    x = tl.load(logits + token * width + id, mask=(id >= 0) & (id < width), other=float("nan"))
+    z = tl.div_rn(x, tl.load(temperature + token) + tl.zeros_like(x))
+    tl.store(logp + token * columns + j, canonical(z - tl.load(lse + token)), mask=j < columns)
+
+
+Running = tuple[torch.Tensor, torch.Tensor]
+
+
+def _merge(m: torch.Tensor, s: torch.Tensor, lse: torch.Tensor, running: Running, *, tile_major: bool,
+           keep: bool, finish: bool) -> None:  # fmt: skip
+    tokens, tiles = (m.shape[1], m.shape[0]) if tile_major else m.shape
+    block = 32 if tokens >= 32 else 1
+    merge_kernel[(triton.cdiv(tokens, block),)](
+        running[0], running[1], lse, m, s, tokens, tiles, tokens if tile_major else 1, 1 if tile_major else tiles,
+        BLOCK=block, CONTINUE=keep, FINISH=finish, UNROLL=16, EX2=EX2, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _head(
+    op: str, h: torch.Tensor, w: torch.Tensor | PackedWeight, target: torch.Tensor, temperature: float, start: int
+) -> tuple[torch.Tensor, int]:
+    """Return (the weight, elements from one row of h to the next); ShapeError where the arguments do not fit."""
+    weight = held(op, w)
+    stride = require_rows(op, "h", h, None, weight.shape[1])
+    require(op, "target", target, I64, h.shape[0])
+    if not temperature > 0:
+        raise ShapeError(f"{op}: temperature is {temperature}; it must be positive")
+    _check_start(op, start)
+    return weight, stride
+
+
+def _stats(
+    m: torch.Tensor, s: torch.Tensor, z: torch.Tensor, h: torch.Tensor, h_stride: int, w: torch.Tensor,
+    target: torch.Tensor, temperature: float, vocab_start: int, vocab: int, first: int, last: int, token_major: bool,
+) -> None:  # fmt: skip
+    """Statistics of the rows first .. last of w into m and s, [T,tiles] if token_major, [tiles,T] if not."""
+    (tokens, k), tiles = h.shape, triton.cdiv(last - first, VOCAB_TILE)
+    bm, bn, bk, warps, stages = launch_for(tokens)
+    linear_stats_kernel[(triton.cdiv(tokens, bm), triton.cdiv(last - first, bn))](
+        m, s, z, h, w, target, temperature, tokens, h_stride, vocab_start, vocab - vocab_start, k, first, last, tiles,
+        tiles if token_major else 1, 1 if token_major else tokens,
+        BM=bm, BN=bn, BK=bk, EVEN=k % bk == 0, HEATED=temperature != 1.0, EX2=EX2,
+        num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def linear_logp(
+    h: torch.Tensor, w: torch.Tensor | PackedWeight, target: torch.Tensor, *, temperature: float, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """h[T,K], w[V,K] bf16, target[T] int64 → logp[T], lse[T] fp32. ids in [vocab, V) are pads.
+
+    A target outside [0, vocab) gives NaN: nothing on the GPU can raise. Memory: at most STATS tile statistics.
+    """
+    weight, h_stride = _head("linear_logp", h, w, target, temperature, 0)
+    rows, tokens = weight.shape[0], h.shape[0]
+    if not 0 < vocab <= rows:
+        raise ShapeError(f"linear_logp: vocab {vocab}; w has {rows} rows, so 1 to {rows} would work")
+    z, lse = torch.full((2, tokens), float("nan"), device=h.device)
+    if not tokens:
+        return z, lse
+    running = (torch.empty_like(lse), torch.empty_like(lse))
+    stretch = max(32, STATS // tokens // 32 * 32) * VOCAB_TILE
+    for first in range(0, rows, stretch):
+        last = min(rows, first + stretch)
+        m, s = torch.empty((2, triton.cdiv(last - first, VOCAB_TILE), tokens), dtype=F32, device=h.device)
+        _stats(m, s, z, h, h_stride, weight, target, temperature, 0, vocab, first, last, False)
+        _merge(m, s, lse, running, tile_major=True, keep=first > 0, finish=last == rows)
+    return _difference(z, lse), lse
+
+
+def linear_vocab_stats(
+    h: torch.Tensor, w: torch.Tensor | PackedWeight, target: torch.Tensor,
+    *, temperature: float, vocab_start: int, vocab: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The share of one vocabulary shard w[Vshard,K], which owns the ids from vocab_start on.
+
+    Returns fp32 (m[T,tiles], s[T,tiles], z[T]): maxima and sums of its tiles, and the target's logit / temperature,
+    -inf where another shard owns the target. logp = z - merge_vocab_stats(all shards' m and s side by side).
+    """
+    weight, h_stride = _head("linear_logp", h, w, target, temperature, vocab_start)
+    tokens, rows = h.shape[0], weight.shape[0]
+    m, s = torch.empty((2, tokens, triton.cdiv(rows, VOCAB_TILE)), dtype=F32, device=h.device)
+    z = torch.full((tokens,), float("-inf"), device=h.device)
+    if m.numel():
+        _stats(m, s, z, h, h_stride, weight, target, temperature, vocab_start, vocab, 0, rows, True)
+    return m, s, z
+
+
+def _difference(z: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    difference = z - lse
+    return torch.where(difference == difference, difference, float("nan"))
+
+
+def vocab_stats(
+    logits: torch.Tensor, temperature: torch.Tensor, *, vocab_start: int, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits[T,Vshard], temperature[T] fp32 → per tile the maximum m[T,tiles] and the sum of exponentials s[T,tiles]."""
+    require("vocab_stats", "logits", logits, F32, None, None)
+    tokens, width = logits.shape
+    require("vocab_stats", "temperature", temperature, F32, tokens)
+    _check_start("vocab_stats", vocab_start)
+    tiles = triton.cdiv(width, VOCAB_TILE)
+    m, s = torch.empty((2, tokens, tiles), dtype=F32, device=logits.device)
+    for begin in range(0, tokens, 65535):
+        rows = min(tokens - begin, 65535)
+        vocab_stats_kernel[(triton.cdiv(tiles, 16), rows)](
+            m[begin:], s[begin:], logits[begin:], temperature[begin:], width, vocab_start, vocab, tiles,
+            ROWS=16, EX2=EX2, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return m, s
+
+
+def _check_start(op: str, start: int) -> None:
+    if start % VOCAB_TILE:
+        nearest = start // VOCAB_TILE * VOCAB_TILE
+        raise ShapeError(f"{op}: vocab_start {start}; a shard owns whole tiles of {VOCAB_TILE}, nearest {nearest}")
+
+
+def merge_vocab_stats(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """Tiles of all shards in global order, m and s[T,tiles] fp32 → lse[T] fp32."""
+    require("merge_vocab_stats", "m", m, F32, None, None)
+    require("merge_vocab_stats", "s", s, F32, *m.shape)
+    if not m.shape[1]:
+        raise ShapeError("merge_vocab_stats: no tile to merge; a vocabulary has at least one")
+    lse = torch.empty(m.shape[0], dtype=F32, device=m.device)
+    if lse.numel():
+        _merge(m, s, lse, (lse, lse), tile_major=False, keep=False, finish=True)
+    return lse
+
+
+def logp_from_logits(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, *, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits[T,V] fp32, ids[T,J] int64, temperature[T] fp32 → logp[T,J], lse[T] fp32."""
+    m, s = vocab_stats(logits, temperature, vocab_start=0, vocab=vocab)
+    require("logp_from_logits", "ids", ids, I64, logits.shape[0], None)
+    lse = merge_vocab_stats(m, s)
+    logp = torch.empty(ids.shape, dtype=F32, device=logits.device)
+    if logp.numel():
+        gather_logp_kernel[(ids.shape[0], triton.cdiv(ids.shape[1], 128))](
+            logp, logits, ids, temperature, lse, ids.shape[1], logits.shape[1],
+            BLOCK=128, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return logp, lse

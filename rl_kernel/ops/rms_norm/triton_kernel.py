@@ -1,0 +1,192 @@
+"""RMSNorm on GPUs, with and without the residual sum, for hidden rows and for q/k heads, and its gradients.
+
+n features a row; the sum of squares is the contract's lane_dot: 128 lanes, each ascending by fma, then the tree.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_kernel.errors import ShapeError
+from rl_kernel.ops.accelerator import BF16, F32, require, require_rows
+from rl_kernel.ops.triton_scalar import canonical, narrow, round_bf16, tree
+
+LANES = tl.constexpr(128)
+UNROLL = 4  # chunks whose loads are in flight together
+
+
+@triton.jit
+def _rstd(lanes, n, eps):  # type: ignore[no-untyped-def]
+    mean = tl.div_rn(tree(lanes, 7), tl.full((lanes.shape[0],), 0.0, tl.float32) + n.to(tl.float32))
+    return tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
+def rms_norm_kernel(
+    y, new_residual, x, residual, w, rows, inner, stride, n, eps,
+    CHUNKS: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """One program normalises ROWS rows of n <= 128*CHUNKS features, which the L1 keeps between the two passes.
+
+    Row i of x starts at (i // inner) * stride + (i % inner) * n; everything else is contiguous.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    at = row.to(tl.int64)[:, None] * n + lane[None, :]
+    x_at = ((row // inner).to(tl.int64) * stride + (row % inner) * n)[:, None] + lane[None, :]
+    lanes = tl.zeros((ROWS, LANES), tl.float32)
+    for c in tl.range(0, CHUNKS, loop_unroll_factor=UNROLL):
+        here = (row[:, None] < rows) & (c * LANES + lane[None, :] < n)
+        value = tl.load(x + x_at + c * LANES, mask=here, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            value += tl.load(residual + at + c * LANES, mask=here, other=0.0).to(tl.float32)
+            rounded = narrow(value)
+            tl.store(new_residual + at + c * LANES, rounded, mask=here)
+            value = rounded.to(tl.float32)
+        # An absent feature adds +0·+0 to a lane that is never -0: no bit changes.
+        lanes = tl.fma(value, value, lanes)
+    if RESIDUAL:
+        tl.debug_barrier()  # the second pass reads what other threads of this program may have written
+    r = _rstd(lanes, n, eps)[:, None]
+    for c in tl.range(0, CHUNKS, loop_unroll_factor=UNROLL):
+        here = (row[:, None] < rows) & (c * LANES + lane[None, :] < n)
+        source = new_residual + at if RESIDUAL else x + x_at
+        value = tl.load(source + c * LANES, mask=here, other=0.0).to(tl.float32)
+        gain = tl.load(w + c * LANES + lane, mask=c * LANES + lane < n, other=0.0).to(tl.float32)[None, :]
+        tl.store(y + at + c * LANES, narrow(round_bf16(value * r) * gain), mask=here)
+
+
+@triton.jit
+def rms_norm_dx_kernel(
+    dx, rstd, dy, x, w, rows, inner, dy_stride, x_stride, n, eps, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """dx, and 1/rms of every row for the dw kernel."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    at = row.to(tl.int64)[:, None] * n + lane[None, :]
+    outer, offset = (row // inner).to(tl.int64), ((row % inner) * n)[:, None] + lane[None, :]
+    x_at, dy_at = (outer * x_stride)[:, None] + offset, (outer * dy_stride)[:, None] + offset
+    lanes = tl.zeros((ROWS, LANES), tl.float32)
+    for c in tl.range(0, CHUNKS, loop_unroll_factor=UNROLL):
+        here = (row[:, None] < rows) & (c * LANES + lane[None, :] < n)
+        value = tl.load(x + x_at + c * LANES, mask=here, other=0.0).to(tl.float32)
+        lanes = tl.fma(value, value, lanes)
+    r = _rstd(lanes, n, eps)
+    tl.store(rstd + row, r, mask=row < rows)
+    r = r[:, None]
+    lanes = tl.zeros((ROWS, LANES), tl.float32)
+    for c in tl.range(0, CHUNKS, loop_unroll_factor=UNROLL):
+        here = (row[:, None] < rows) & (c * LANES + lane[None, :] < n)
+        t = tl.load(x + x_at + c * LANES, mask=here, other=0.0).to(tl.float32) * r
+        gain = tl.load(w + c * LANES + lane, mask=c * LANES + lane < n, other=0.0).to(tl.float32)[None, :]
+        g = tl.load(dy + dy_at + c * LANES, mask=here, other=0.0).to(tl.float32) * gain
+        # Only here can a lane hold -0, so an absent feature must leave it alone.
+        lanes = tl.where(here, tl.fma(g, t, lanes), lanes)
+    total = tree(lanes, 7)
+    c_row = tl.div_rn(total, tl.zeros_like(total) + n.to(tl.float32))[:, None]
+    for c in tl.range(0, CHUNKS, loop_unroll_factor=UNROLL):
+        here = (row[:, None] < rows) & (c * LANES + lane[None, :] < n)
+        t = tl.load(x + x_at + c * LANES, mask=here, other=0.0).to(tl.float32) * r
+        gain = tl.load(w + c * LANES + lane, mask=c * LANES + lane < n, other=0.0).to(tl.float32)[None, :]
+        g = tl.load(dy + dy_at + c * LANES, mask=here, other=0.0).to(tl.float32) * gain
+        value = r * tl.fma(-t, c_row + tl.zeros_like(t), g)
+        tl.store(dx + at + c * LANES, narrow(value), mask=here)
+
+
+@triton.jit
+def rms_norm_dw_kernel(
+    dw, rstd, dy, x, tokens, groups, dy_stride, x_stride, n, COLUMNS: tl.constexpr, UNROLL: tl.constexpr
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """COLUMNS of the [groups*n] gains of all groups; each chain runs over the tokens in order, from what dw holds."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    here = column < groups * n
+    group = column // n
+    total = tl.load(dw + column, mask=here, other=0.0)
+    for token in tl.range(0, tokens, loop_unroll_factor=UNROLL):
+        r = tl.load(rstd + token * groups + group, mask=here, other=0.0)
+        t = round_bf16(tl.load(x + token.to(tl.int64) * x_stride + column, mask=here, other=0.0).to(tl.float32) * r)
+        d = tl.load(dy + token.to(tl.int64) * dy_stride + column, mask=here, other=0.0).to(tl.float32)
+        total = tl.fma(d, t, total)
+    tl.store(dw + column, canonical(total), mask=here)
+
+
+def _launch(rows: int, n: int) -> tuple[int, int, int]:
+    """Chunks of 128 features, rows a program, warps: a function of the shape alone."""
+    chunks = triton.cdiv(n, 128)
+    if rows <= 264:
+        return chunks, 1, 1
+    return (chunks, 16, 4) if chunks == 1 else (chunks, 4, 2)
+
+
+def _rows(op: str, name: str, x: torch.Tensor, w: torch.Tensor) -> tuple[int, int, int]:
+    """Return (rows, rows that follow each other, elements from one such run to the next)."""
+    require(op, "w", w, BF16, None)
+    n = w.shape[0]
+    if x.dim() == 0 or x.shape[-1] != n or n == 0:
+        raise ShapeError(f"{op}: {name} has shape {list(x.shape)}; its last dimension must be w's {n}, at least 1")
+    if x.is_contiguous() and x.dim() != 3:
+        require(op, name, x, BF16, *x.shape)
+        return x.numel() // n, 1, n
+    return x.numel() // n, x.numel() // max(x.shape[0], 1) // n, require_rows(op, name, x, *x.shape)
+
+
+def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    """x[…,n] bf16, w[n] bf16 → y[…,n] bf16, contiguous. The first dimension of x may lie apart."""
+    rows, inner, stride = _rows("rms_norm", "x", x, w)
+    y = torch.empty(x.shape, dtype=BF16, device=x.device)
+    n = w.shape[0]
+    chunks, per_program, warps = _launch(rows, n)
+    if rows:
+        rms_norm_kernel[(triton.cdiv(rows, per_program),)](
+            y, y, x, x, w, rows, inner, stride, n, eps,
+            CHUNKS=chunks, RESIDUAL=False, ROWS=per_program, UNROLL=UNROLL, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual[…,n], w[n], bf16 → (y, bf16(x + residual)), both […,n] bf16."""
+    rows, _, _ = _rows("add_rms_norm", "x", x, w)
+    require("add_rms_norm", "x", x, BF16, *x.shape)
+    require("add_rms_norm", "residual", residual, BF16, *x.shape)
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    n = w.shape[0]
+    chunks, per_program, warps = _launch(rows, n)
+    if rows:
+        rms_norm_kernel[(triton.cdiv(rows, per_program),)](
+            y, total, x, residual, w, rows, 1, n, n, eps,
+            CHUNKS=chunks, RESIDUAL=True, ROWS=per_program, UNROLL=UNROLL, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y, total
+
+
+def rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, eps: float, dw: torch.Tensor) -> torch.Tensor:
+    """dy, x[…,n], w[n] bf16, dw[G,n] fp32 → dx bf16; row r is added to dw[r % G], in place and in row order."""
+    op = "rms_norm_backward"
+    rows, inner, x_stride = _rows(op, "x", x, w)
+    _, dy_inner, dy_stride = _rows(op, "dy", dy, w)
+    n = w.shape[0]
+    require(op, "dw", dw, F32, None, n)
+    groups, shape = dw.shape[0], x.shape
+    if dy.shape != x.shape or rows % groups:
+        raise ShapeError(f"{op}: dy {list(dy.shape)}, x {list(x.shape)} and dw's {groups} groups do not fit")
+    if not inner == dy_inner == groups:
+        # Only a run of rows, one for each group, may lie apart from the next run.
+        dy, x, inner, dy_stride, x_stride = dy.reshape(-1, n), x.reshape(-1, n), 1, n, n
+    dx = torch.empty(shape, dtype=BF16, device=x.device)
+    if not rows:
+        return dx
+    rstd = torch.empty(rows, dtype=F32, device=x.device)
+    chunks, per_program, warps = _launch(rows, n)
+    rms_norm_dx_kernel[(triton.cdiv(rows, per_program),)](
+        dx, rstd, dy, x, w, rows, inner, dy_stride, x_stride, n, eps,
+        CHUNKS=chunks, ROWS=per_program, UNROLL=UNROLL, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    runs = groups // inner
+    rms_norm_dw_kernel[(triton.cdiv(groups * n, 32),)](
+        dw, rstd, dy, x, rows // groups, groups, dy_stride * runs, x_stride * runs, n,
+        COLUMNS=32, UNROLL=32, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return dx
