@@ -9,6 +9,7 @@ from pathlib import Path
 
 from auditor.client import Counts
 from rl_kernel.contracts import model_contract
+from services.alert import mismatch_alert
 from services.audit_sink import AuditTarget
 from services.cluster import Place, RolloutHandle, TrainerHandle, ray_cluster
 from services.config import Config
@@ -68,6 +69,7 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
         setup_seconds = time.monotonic() - began
         lines = _train(run, weights)
         records, total = _settle(run)
+        alert = mismatch_alert(run.api.metrics(), folder.run_id)
         verdicts = [run.api.step(line.result.step) or Verdicts() for line in lines]
         report.waiting("stopping")
     summary = Summary(
@@ -83,7 +85,7 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
         peak=memory.stop(),
         auditor_restarts=auditor.restarts if auditor else 0,
     )
-    return _conclude(summary, folder, report, address)
+    return _conclude(summary, folder, report, alert)
 
 
 def _auditor(
@@ -197,13 +199,15 @@ def _settle(run: Run) -> tuple[Counts, Verdicts]:
     return counts, run.api.settle(samples, max(0.0, deadline - time.monotonic())) or Verdicts()
 
 
-def _conclude(summary: Summary, folder: RunFolder, report: Report, address: AuditorAddress) -> int:
+def _conclude(summary: Summary, folder: RunFolder, report: Report, alert: str | None) -> int:
     summary.write(folder.path)
     folder.point_latest()
     report.summary(summary.rows())
     for name in ("summary.json", "plot.png", "ledger.sqlite"):
         if (folder.path / name).exists():
             report.say(f"{folder.path / name}")
+    if alert:
+        report.say(alert)
     for fault in summary.faults():
         report.say(f"NOT CLEAN: {fault}")
     return 1 if summary.faults() else 0

@@ -46,6 +46,7 @@ class Summary:
             (total.mismatched_tokens, f"{total.mismatched_tokens} tokens differ between rollout and trainer"),
             (total.recomputed_mismatched, f"{total.recomputed_mismatched} tokens differ from the reference"),
             (total.not_comparable, f"{total.not_comparable} samples are not comparable: {counts(total.by_condition)}"),
+            (failed := total.by_reference.get("failed", 0), f"{failed} samples could not be recomputed"),
             (total.compared_tokens == 0, "nothing was compared"),
             (judged + total.not_comparable < self.samples, f"only {judged} of {self.samples} samples were compared"),
         ]
@@ -117,6 +118,8 @@ class Summary:
         recomputed = f"{total.recomputed_tokens}, of which {total.recomputed_mismatched} differ from the reference"
         if total.queued:
             recomputed += f" ({total.queued} samples wait)"
+        if failed := total.by_reference.get("failed", 0):
+            recomputed += f" ({failed} samples could not be)"
         return [
             ("numerics", self.numerics),
             ("reward by step", rewards or "–"),

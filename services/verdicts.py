@@ -33,6 +33,7 @@ class Verdicts:
     by_condition: Mapping[str, int] = field(default_factory=dict)
     by_side: Mapping[str, int] = field(default_factory=dict)
     by_cause: Mapping[str, int] = field(default_factory=dict)
+    by_reference: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def not_comparable(self) -> int:
@@ -60,7 +61,8 @@ class AuditorApi:
     """The read API, for one run. Every method gives up after seconds, since the job must not wait for its referee."""
 
     def __init__(self, http: str, run_id: str, token_file: str = "") -> None:
-        self._url = f"{http.rstrip('/')}/api/v1/runs/{quote(run_id, safe='')}"
+        self._root = http.rstrip("/")
+        self._url = f"{self._root}/api/v1/runs/{quote(run_id, safe='')}"
         self._headers = {"Authorization": f"Bearer {Path(token_file).read_text().strip()}"} if token_file else {}
 
     def run(self) -> Verdicts | None:
@@ -92,10 +94,20 @@ class AuditorApi:
                 return verdicts
             time.sleep(_POLL_SECONDS)
 
+    def metrics(self) -> str:
+        """The text for Prometheus; empty if the auditor does not answer."""
+        return (self._get(f"{self._root}/metrics") or b"").decode()
+
     def _verdicts(self, path: str) -> Verdicts | None:
-        request = urllib.request.Request(self._url + path, headers=self._headers)
+        body = self._get(self._url + path)
+        return None if body is None else Verdicts.from_json(json.loads(body))
+
+    def _get(self, url: str) -> bytes | None:
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
-                return Verdicts.from_json(json.load(answer))
-        except (OSError, json.JSONDecodeError):
+            with urllib.request.urlopen(
+                urllib.request.Request(url, headers=self._headers), timeout=_TIMEOUT_SECONDS
+            ) as answer:
+                body: bytes = answer.read()
+                return body
+        except OSError:
             return None
