@@ -64,7 +64,7 @@ _CDNA3: Final = (
     "a product past the fp32 range is +-inf; align the products to their largest exponent, cut each toward zero at"
     " fraction_bits, add; align that sum and acc to the larger exponent, at least lowest_exponent; round the sum down"
     " at 32 fractional bits, acc down at fraction_bits; add; round the normalised sum down at 31 fractional bits, then"
-    " to nearest even to fp32; zero is +0; NaN, inf*0 and inf-inf give one NaN"
+    " to nearest even to fp32; a sum of zero is +0; NaN, inf*0 and inf-inf give one NaN"
 )
 _MMA_SIM: Final = "arXiv 2511.10909 and its simulator mmasim 2.1.1"
 
@@ -94,8 +94,9 @@ EXP2_MODELS: Final[Mapping[str, Exp2Model]] = MappingProxyType(
             ),
             Exp2Model(
                 "sm90_ex2",
-                "q = x * 2^23 cut toward zero; n = q >> 23, f = q & (2^23 - 1); T[f] * 2^(n+1), below 2^-126: +0; T[f] ="
-                " 2^(f/2^23 - 1) to nearest even, moved by the table's 2 bits for f, minus 2, units in the last place",
+                "q = x * 2^23 cut toward zero; n = q >> 23, f = q & (2^23 - 1); T[f] * 2^(n+1), below 2^-126: +0;"
+                " T[f] = 2^(f/2^23 - 1) to nearest even, moved by the table's 2 bits for f, minus 2, units in the"
+                " last place",
                 "a3b7d7409d992f950a154aaeb0ba11701fb24900aab889237d00506b38550c18",
                 "ex2.approx.ftz.f32 of an H200, every f checked by us on the hardware",
             ),
