@@ -13,9 +13,10 @@ from starlette.exceptions import HTTPException
 from auditor.errors import AuditorError, AuthError, LedgerError, NotFoundError
 from auditor.export import views
 from auditor.export.metrics import Metrics
-from auditor.export.page_files import add_page
+from auditor.export.page_files import add_page, is_page
 from auditor.judge import Verdict
 from auditor.records import SampleKey
+from auditor.storage.curve import read_curve
 from auditor.storage.reader import Reader
 
 _STATUS: Final[dict[type[AuditorError], HTTPStatus]] = {
@@ -23,7 +24,7 @@ _STATUS: Final[dict[type[AuditorError], HTTPStatus]] = {
     AuthError: HTTPStatus.UNAUTHORIZED,
     LedgerError: HTTPStatus.SERVICE_UNAVAILABLE,
 }
-_OPEN: Final = ("/healthz", "/readyz")
+_OPEN: Final = ("/healthz", "/readyz")  # and the page's own files, which hold no data
 _MAX_STEP: Final = 2**53
 _PROBLEM: Final = "application/problem+json"
 
@@ -43,6 +44,7 @@ def make_api(
     _add_errors(app)
     _add_token(app, token)
     _add_runs(app, reader)
+    _add_curve(app, reader)
     _add_samples(app, reader)
     _add_health(app, reader, metrics, version, contracts)
     add_page(app)
@@ -77,6 +79,20 @@ def _add_runs(app: FastAPI, reader: Reader) -> None:
     def step(run_id: RunId, step: StepNumber) -> views.Step:
         """One step: counts, verdicts, conditions, causes, statistics."""
         return views.step_view(reader.step(run_id, step))
+
+
+def _add_curve(app: FastAPI, reader: Reader) -> None:
+    @app.get("/api/v1/runs/{run_id}/curve")
+    def curve(
+        run_id: RunId,
+        first: Annotated[int, Query(ge=0, le=_MAX_STEP)] = 0,
+        last: Annotated[int, Query(ge=0, le=_MAX_STEP)] = _MAX_STEP,
+        points: Annotated[int, Query(ge=1, le=2000)] = 400,
+    ) -> views.Curve:
+        """Mismatches and the largest difference over a run, neighbouring steps merged to at most `points`."""
+        return views.Curve(
+            points=[views.point_view(point) for point in read_curve(reader, run_id, first, last, points)]
+        )
 
 
 def _add_samples(app: FastAPI, reader: Reader) -> None:
@@ -134,7 +150,12 @@ def _add_token(app: FastAPI, token: Callable[[], str | None]) -> None:
     async def check(request: Request, call: Call) -> Response:
         expected = token()
         given = request.headers.get("authorization", "")
-        if expected is None or request.url.path in _OPEN or hmac.compare_digest(given, f"Bearer {expected}"):
+        if (
+            expected is None
+            or request.url.path in _OPEN
+            or is_page(request.url.path)
+            or hmac.compare_digest(given, f"Bearer {expected}")
+        ):
             return await call(request)
         return _problem(HTTPStatus.UNAUTHORIZED, "unauthenticated", "send the header `Authorization: Bearer TOKEN`")
 

@@ -10,6 +10,7 @@ from auditor.compare import Logprobs
 from auditor.drift import statistics
 from auditor.judge import Reference
 from auditor.records import Record, RolloutRecord
+from auditor.storage import curve
 from auditor.storage.rows import RunRow, SampleRow, StepRow, Totals
 
 
@@ -72,6 +73,29 @@ class Steps(BaseModel):
 
     steps: list[Step]
     next: int | None
+
+
+class CurvePoint(BaseModel):
+    """Neighbouring steps of a run as one point; see `auditor.storage.curve.CurvePoint`."""
+
+    first_step: int
+    last_step: int
+    steps: int
+    incomplete: int
+    compared_tokens: int
+    mismatched_tokens: int
+    most_mismatched: int
+    recomputed_tokens: int
+    recomputed_mismatched: int
+    samples: int
+    not_comparable: int
+    max_abs: float | None
+
+
+class Curve(BaseModel):
+    """Points in ascending order of their steps."""
+
+    points: list[CurvePoint]
 
 
 class Sample(BaseModel):
@@ -181,6 +205,11 @@ def run_view(row: RunRow) -> Run:
 def step_view(row: StepRow) -> Step:
     """A step as the API shows it."""
     return Step(run_id=row.run_id, step=row.step, **counts(row.totals))
+
+
+def point_view(point: curve.CurvePoint) -> CurvePoint:
+    """A point of a curve as the API shows it."""
+    return CurvePoint(**asdict(point))
 
 
 def sample_view(row: SampleRow) -> Sample:

@@ -1,0 +1,229 @@
+"""The auditor's page in a real browser: what a person sees, by mouse, by keyboard and by ear."""
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from auditor.client import AuditClient
+from auditor.drift import DriftSums
+from auditor.storage.database import SqliteDatabase
+from auditor.storage.ledger import Ledger
+from auditor.storage.rows import Totals
+from tests.auditor.processes import AuditorProcess, running_auditor
+from tests.auditor.samples import one_ulp_off, pair
+from tests.deploy.browser import browser, needs_chromium
+
+pytestmark = [pytest.mark.slow, needs_chromium]
+STEPS = 6
+WRONG_STEP = 4
+HOSTILE = "<img src=x onerror=alert(1)>"
+# A folder to keep screenshots in, to be looked at.
+SHOTS = os.environ.get("PAGE_SHOTS")
+
+
+def shoot(page: Any, name: str) -> None:
+    if SHOTS:
+        page.screenshot(path=f"{SHOTS}/{name}.png", full_page=True)
+
+
+@pytest.fixture(scope="module")
+def auditor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditorProcess]:
+    """A run of six steps: in one of them a sample mismatches and two are not comparable."""
+    folder = tmp_path_factory.mktemp("page")
+    with running_auditor(folder) as process:
+        client = AuditClient(process.grpc, "run@1:a+b", spool_dir=folder / "spool", queue_size=64)
+        for step in range(STEPS):
+            for index in range(4):
+                rollout, trainer = pair(str(index), step=step, run_id="run@1:a+b")
+                if step == WRONG_STEP and index == 1:
+                    trainer = one_ulp_off(trainer, 5)
+                    values = trainer.logprobs.copy()
+                    values[9] -= np.float32(0.25)
+                    values[11] = np.nan
+                    trainer = replace(trainer, logprobs=values)
+                if step == WRONG_STEP and index == 2:
+                    trainer = replace(trainer, weight_version=2)
+                if step == WRONG_STEP and index == 3:
+                    trainer = replace(trainer, sampling=replace(trainer.sampling, logprobs_mode=HOSTILE))
+                client.submit_rollout(rollout)
+                client.submit_trainer(trainer)
+        assert client.flush(20).accepted == STEPS * 8
+        client.close()
+        yield process
+
+
+def test_from_the_list_of_runs_to_the_tokens_that_differ(auditor: AuditorProcess) -> None:
+    with browser() as page:
+        page.goto(f"http://{auditor.http}/")
+        shoot(page, "runs")
+        assert page.get_by_role("heading", level=1).inner_text() == "Runs"
+        page.get_by_role("link", name="run@1:a+b").click()
+        page.get_by_role("heading", name="Run run@1:a+b").wait_for()
+        shoot(page, "run")
+        assert page.locator("svg.chart").count() == 2
+        assert page.locator("svg.chart text").all_text_contents()[:2] == ["0", "3"]
+        assert "samples mismatch" in page.locator("main").inner_text()
+        page.get_by_role("link", name="Only mismatching steps").click()
+        page.get_by_role("link", name=str(WRONG_STEP), exact=True).click()
+        page.get_by_role("heading", name=f"Step {WRONG_STEP} of run").wait_for()
+        shoot(page, "step")
+        assert "weights" in page.locator("main").inner_text()
+        page.get_by_role("link", name="1", exact=True).click()
+        page.get_by_role("heading", name=f"Sample 1, step {WRONG_STEP}").wait_for()
+        shoot(page, "sample")
+        differing = page.locator(".tokens .differs")
+        assert differing.count() == 3
+        classes = [differing.nth(i).get_attribute("class") for i in range(3)]
+        assert [c.split()[0] for c in classes if c] == ["d1", "d4", "d5"]
+        differing.first.click()
+        detail = auditor.get(f"/api/v1/runs/run%401%3Aa%2Bb/samples/{WRONG_STEP}/1")
+        said = page.locator("p.mono[role=status]").inner_text()
+        for side in ("rollout", "trainer"):
+            assert detail[side]["bits"][5] in said
+
+
+def test_what_a_record_says_is_text_and_never_markup(auditor: AuditorProcess) -> None:
+    with browser() as page:
+        page.goto(f"http://{auditor.http}/#/run/run%401%3Aa%2Bb/sample/{WRONG_STEP}/3")
+        page.get_by_text(HOSTILE).first.wait_for()
+        assert page.locator("img").count() == 0
+
+
+def test_everything_is_reached_and_said_by_the_keyboard(auditor: AuditorProcess) -> None:
+    with browser() as page:
+        page.goto(f"http://{auditor.http}/#/run/run%401%3Aa%2Bb")
+        chart = page.locator("svg.chart").first
+        chart.wait_for()
+        assert page.evaluate("document.activeElement.id") == "main"
+        for _ in range(20):
+            if page.evaluate("document.activeElement.classList.contains('chart')"):
+                break
+            page.keyboard.press("Tab")
+        page.keyboard.press("Home")
+        spoken = page.locator("figure p[role=status]").first
+        assert "step 0: 0 of 128 tokens mismatched" in spoken.inner_text()
+        for _ in range(WRONG_STEP):
+            page.keyboard.press("ArrowRight")
+        assert f"step {WRONG_STEP}: 3 of 64 tokens mismatched" in spoken.inner_text()
+        page.keyboard.press("Enter")
+        page.get_by_role("heading", name=f"Step {WRONG_STEP} of run").wait_for()
+        page.goto(f"http://{auditor.http}/#/run/run%401%3Aa%2Bb/sample/{WRONG_STEP}/1")
+        token = page.locator(".tokens [tabindex='0']")
+        token.wait_for()
+        token.focus()
+        page.keyboard.press("ArrowDown")
+        assert "response token 9" in page.locator("p.mono[role=status]").inner_text()
+
+
+def test_a_screen_reader_finds_landmarks_names_and_headings_in_order(auditor: AuditorProcess) -> None:
+    with browser() as page:
+        for address in ("", "#/run/run%401%3Aa%2Bb", f"#/run/run%401%3Aa%2Bb/sample/{WRONG_STEP}/1"):
+            page.goto(f"http://{auditor.http}/{address}")
+            page.locator("h1").wait_for()
+            assert page.get_by_role("main").count() == 1
+            assert page.get_by_role("navigation").count() >= 1
+            assert page.locator("h1").count() == 1
+            unnamed = page.evaluate(
+                """() => [...document.querySelectorAll('a,button,input,svg.chart,[role=listbox]')].filter(e =>
+                !(e.getAttribute('aria-label') || e.textContent.trim() || (e.labels && e.labels.length))).length"""
+            )
+            assert unnamed == 0
+            assert page.evaluate("[...document.querySelectorAll('table')].every(t => t.caption && t.tHead)")
+
+
+# Text of less than 4.5:1 on what lies under it.
+CONTRAST = """() => {
+  const luminance = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).slice(0, 3).map(v => { v /= 255;
+    return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; }); return .2126 * r + .7152 * g + .0722 * b; };
+  const ground = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+    if (!c.endsWith(', 0)')) return c; } return 'rgb(255,255,255)'; };
+  return [...document.querySelectorAll('main *')].filter(e => e.childNodes.length && [...e.childNodes].some(n =>
+    n.nodeType === 3 && n.textContent.trim()) && !(e instanceof SVGElement) && !e.classList.contains('masked'))
+  .map(e => { const [a, b] = [luminance(getComputedStyle(e).color), luminance(ground(e))].sort((x, y) => y - x);
+    return [(a + .05) / (b + .05), e.textContent.slice(0, 40)]; }).filter(([ratio]) => ratio < 4.5);
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_keeps_its_contrast_in_light_and_in_dark(auditor: AuditorProcess, scheme: str) -> None:
+    with browser(color_scheme=scheme) as page:
+        for name, address in (("run", ""), ("sample", f"/sample/{WRONG_STEP}/1")):
+            page.goto(f"http://{auditor.http}/#/run/run%401%3Aa%2Bb{address}")
+            page.get_by_role("heading", level=1).wait_for()
+            page.wait_for_function("document.querySelector('#state').textContent === ''")
+            shoot(page, f"{name}-{scheme}")
+            assert page.evaluate(CONTRAST) == []
+
+
+def test_an_empty_ledger_says_so(tmp_path: Path) -> None:
+    with running_auditor(tmp_path) as process, browser() as page:
+        page.goto(f"http://{process.http}/")
+        page.get_by_text("The ledger is empty").wait_for()
+        shoot(page, "empty")
+
+
+def test_a_run_of_100000_steps_is_drawn_in_few_points_and_a_peak_is_not_averaged_away(tmp_path: Path) -> None:
+    peak = 54_321
+    fill_ledger(tmp_path / "ledger.db", 100_000, peak)
+    with running_auditor(tmp_path) as process, browser() as page:
+        started = time.monotonic()
+        page.goto(f"http://{process.http}/#/run/long")
+        page.locator("svg.chart").first.wait_for(timeout=60_000)
+        seconds = time.monotonic() - started
+        print(f"100,000 steps shown after {seconds:.1f} s")
+        shoot(page, "long")
+        points = process.get("/api/v1/runs/long/curve?points=400")["points"]
+        assert len(points) == 400
+        worst = max(points, key=lambda point: point["most_mismatched"])
+        assert worst["first_step"] <= peak <= worst["last_step"]
+        assert (worst["mismatched_tokens"], worst["max_abs"]) == (3, 0.5)
+        assert sum(point["compared_tokens"] for point in points) == 100_000 * 800
+        assert page.evaluate("document.querySelectorAll('*').length") < 8000
+        page.locator("svg.chart").first.focus()
+        page.keyboard.press("Home")
+        for _ in range(points.index(worst)):
+            page.keyboard.press("ArrowRight")
+        page.keyboard.press("Enter")
+        page.get_by_role("link", name=str(peak), exact=True).wait_for()
+
+
+def fill_ledger(path: Path, steps: int, peak: int) -> None:
+    """A ledger whose steps came from somewhere else: their totals, as the auditor writes them."""
+    Ledger(SqliteDatabase(path, writer=True)).close()
+    clean = Totals(
+        samples=8,
+        verdicts={"match": 8},
+        compared_tokens=800,
+        drift=DriftSums(tokens=800, sequences=8, ratio=800.0, ratio_squared=800.0),
+    )
+    wrong = replace(
+        clean,
+        verdicts={"match": 7, "mismatch": 1},
+        mismatched_tokens=3,
+        drift=replace(clean.drift, max_abs=0.5),
+    )
+    usual, other = json.dumps(clean.to_json()), json.dumps(wrong.to_json())
+    with sqlite3.connect(path) as database:
+        rows = (("long", s, int(s == peak), 0, other if s == peak else usual) for s in range(steps))
+        database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", rows)
+        database.execute("INSERT INTO runs VALUES ('long', 1e9, 1.1e9, ?)", (other,))
+
+
+def test_a_token_is_asked_for_and_kept_for_the_tab_only(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("open sesame\n")
+    with running_auditor(tmp_path, "--token-file", str(tmp_path / "token")) as process, browser() as page:
+        page.goto(f"http://{process.http}/")
+        page.get_by_label("Bearer token").fill("open sesame")
+        page.get_by_role("button", name="Use for this tab").click()
+        page.get_by_text("The ledger is empty").wait_for()
+        assert page.evaluate("localStorage.length") == 0
+        assert len(page.faults) == 1
+        assert "401" in page.faults.pop()
