@@ -157,8 +157,7 @@ def test_text_keeps_its_contrast_in_light_and_in_dark(auditor: AuditorProcess, s
     with browser(color_scheme=scheme) as page:
         for name, address in (("run", ""), ("sample", f"/sample/{WRONG_STEP}/1")):
             page.goto(f"http://{auditor.http}/#/run/run%401%3Aa%2Bb{address}")
-            page.get_by_role("heading", level=1).wait_for()
-            page.wait_for_function("document.querySelector('#state').textContent === ''")
+            page.get_by_role("heading", level=1, name=name.capitalize()).wait_for()
             shoot(page, f"{name}-{scheme}")
             assert page.evaluate(CONTRAST) == []
 
