@@ -131,7 +131,7 @@ class StrictAttentionImpl(AttentionImpl[StrictMetadata]):
             blocks, heads, size, width = kv_cache.shape
             assert kv_cache.is_contiguous(), "the cache layout is ours (see supported_kv_cache_layouts)"
             pages = kv_cache.view(2 * blocks, size, heads, width // 2)
-            self._cache = (kv_cache.data_ptr(), (pages.view(-1, heads, width // 2), pages, pages[1:]))
+            self._cache = (kv_cache.data_ptr(), (pages.view(-1, heads, width // 2), pages[:-1], pages[1:]))
         return self._cache[1]
 
 
