@@ -16,6 +16,7 @@ from services.config import Config
 from services.engines import RolloutEngine, TrainerEngine
 from services.loop import Parts, StepResult, run_steps
 from services.memory import PeakMemory
+from services.metrics import JobMetrics
 from services.records import WeightVersion
 from services.referee import AuditorAddress, OwnAuditor, wait_until_ready
 from services.report import Report, StepLine
@@ -168,7 +169,11 @@ def _train(run: Run, weights: WeightVersion) -> list[StepLine]:
     run.report.begin()
     lines: list[StepLine] = []
     waiting = [(run.first_step, weights.version)]
+    metrics = JobMetrics(run.folder.run_id, run.config.numerics.mode)
     for result in run_steps(run.config, run.parts, run.first_step, weights):
+        metrics.step(result)
+        metrics.records("rollout", run.rollout.flush(0.0))
+        metrics.records("trainer", run.trainer.flush(0.0))
         lines.append(StepLine(result, run.api.step(result.step, run.samples_per_step, _VERDICT_SECONDS)))
         run.report.step(lines[-1])
         _checkpoint(run, result)

@@ -11,9 +11,9 @@ const BOTTOM = 26;
 
 /**
  * points: [{x, y (null: nothing was compared there), text}]. One of `one`, `two` names the colour.
- * log: decades on the y axis, with equal bits (0) on a line of their own below them.
+ * ends: the first and the last step. log: decades on the y axis, with equal bits (0) on a line of their own below them.
  */
-export function chart({ title, points, colour, log, format, open }) {
+export function chart({ title, points, ends, colour, log, format, open }) {
   const [x0, x1] = [points[0].x, points.at(-1).x];
   const toX = (x) => LEFT + ((x - x0) / Math.max(1, x1 - x0)) * (WIDTH - LEFT - RIGHT);
   const scale = log ? decades(points) : linear(points);
@@ -46,7 +46,7 @@ export function chart({ title, points, colour, log, format, open }) {
     s("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: toY(tick), y2: toY(tick) }),
     s("text", { x: LEFT - 6, y: toY(tick) + 4, "text-anchor": "end" }, scale.label(tick)),
   ]),
-  [x0, x1].map((x, index) => s("text", { x: toX(x), y: HEIGHT - 8, "text-anchor": index ? "end" : "start" }, `step ${x}`)),
+  [x0, x1].map((x, index) => s("text", { x: toX(x), y: HEIGHT - 8, "text-anchor": index ? "end" : "start" }, `step ${ends[index]}`)),
   holes(points, toX),
   s("path", { class: `line ${colour}`, d: path(points, toX, toY) }),
   points.length <= 60 ? points.filter((p) => p.y !== null).map((p) => s("circle", { class: `dot ${colour}`, cx: toX(p.x), cy: toY(p.y), r: 2.5 })) : null,

@@ -45,13 +45,14 @@ function curves(id, points) {
     location.hash = point.first_step === point.last_step ? `${run}/step/${point.first_step}`
       : `${run}?first=${point.first_step}&last=${point.last_step}${point.mismatched_tokens ? "&only=mismatching" : ""}`;
   };
+  const ends = [points[0].first_step, points.at(-1).last_step];
   const merged = points.some((p) => p.steps > 1) ? "; each point is the worst of its steps" : "";
   const series = (value, text) => points.map((point) => ({ x: point.last_step, y: point.compared_tokens ? value(point) : null, point,
     text: `${where(point)}: ${point.compared_tokens ? text(point) : "nothing compared"}${point.incomplete ? `, ${point.incomplete} incomplete` : ""}` }));
   return [
-    chart({ title: `Mismatched tokens a step${merged}`, colour: "one", log: false, format: whole, open,
+    chart({ title: `Mismatched tokens a step${merged}`, colour: "one", log: false, format: whole, open, ends,
       points: series((p) => p.most_mismatched, (p) => `${whole(p.mismatched_tokens)} of ${whole(p.compared_tokens)} tokens mismatched`) }),
-    chart({ title: `Largest |Δ log-probability| a step${merged}`, colour: "two", log: true, format: difference, open,
+    chart({ title: `Largest |Δ log-probability| a step${merged}`, colour: "two", log: true, format: difference, open, ends,
       points: series((p) => p.max_abs, (p) => `max |Δ| ${difference(p.max_abs)}`) }),
     h("details", {}, h("summary", {}, "The curves as a table"), table("Points of both curves", [
       ["steps", where], ["compared", (p) => whole(p.compared_tokens), true], ["mismatched", (p) => whole(p.mismatched_tokens), true],
