@@ -46,12 +46,19 @@ class Evidence:
         """Function name, qualified by its op (`rms_norm.add_rms_norm`) → times called; zeros left out."""
         return {f"{o.op}.{name}": n for o in self.ops for name, n in o.calls.items() if n}
 
-    def require(self, expected: Mapping[str, int]) -> None:
-        """Raise EvidenceError unless nothing foreign was found and the calls are exactly `expected`."""
-        where = f"{self.engine}, rank {self.rank}"
+    def refuse_foreign(self) -> None:
+        """Raise EvidenceError if a site in the model is served by something other than the plan."""
         if self.foreign:
             more = f" and {len(self.foreign) - 1} more" if len(self.foreign) > 1 else ""
-            raise EvidenceError(f"{where}: {self.foreign[0]}{more}; strict mode needs every op served by the plan")
+            raise EvidenceError(
+                f"{self.engine}, rank {self.rank}: {self.foreign[0]}{more}; "
+                "strict mode needs every op served by the plan"
+            )
+
+    def require(self, expected: Mapping[str, int]) -> None:
+        """Raise EvidenceError unless nothing foreign was found and the calls are exactly `expected`."""
+        self.refuse_foreign()
+        where = f"{self.engine}, rank {self.rank}"
         seen, wanted = self.calls(), {name: n for name, n in expected.items() if n}
         for name in sorted(seen.keys() | wanted.keys()):
             if seen.get(name, 0) != wanted.get(name, 0):

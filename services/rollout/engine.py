@@ -101,6 +101,8 @@ class RolloutEngine:
         self._digest = weight_digest(model)
         self._llm = _start(model, options)
         if self._contract is not None:
+            for evidence in self.evidence():
+                evidence.refuse_foreign()
             self._confirm(self._digest)
             self._prove(model, self._contract)
 

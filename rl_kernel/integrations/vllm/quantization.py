@@ -1,6 +1,7 @@
 """Linears, lm_head and embedding as vLLM "quantization": the one door through which vLLM lets a linear be replaced.
 
-Nothing is quantised. Weights are bf16, packed once for the CPU backend after loading. Shapes: T tokens, K input
+Nothing is quantised. Weights are bf16; after loading, a matrix exists only in the packed form that products read, so
+that the digest of what is in memory (`weights`) is the digest of what computes. Shapes: T tokens, K input
 features, N output features of this rank, V ids of this rank.
 """
 
@@ -73,8 +74,18 @@ class StrictLinearMethod(LinearMethodBase):
         _create_weight(layer, sum(output_partition_sizes), input_size_per_partition, params_dtype, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack the loaded weight; the packed copy is what every product reads."""
-        layer.packed = self._pack(layer.weight.data)
+        """Pack the loaded weight and give its own memory back."""
+        layer.packed = self._pack(layer.weight.data, getattr(layer, "packed", None))
+        layer.weight.data = layer.weight.data.new_empty(0)
+
+    def make_room(self, layer: torch.nn.Module) -> None:
+        """Let `layer.weight` be loaded again."""
+        layer.weight.data = torch.empty(layer.packed.shape, dtype=torch.bfloat16)
+
+    def matrix(self, layer: torch.nn.Module) -> torch.Tensor:
+        """W[N,K] as the products read it."""
+        matrix: torch.Tensor = layer.packed.unpack()
+        return matrix
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x[T,K] bf16 → y[T,N] bf16, or the fp32 partial sum."""
@@ -90,6 +101,7 @@ class StrictEmbeddingMethod(QuantizeMethodBase):
         self._embedding = runtime.plan.function("embedding")
         self._gemm = runtime.plan.function("gemm")
         self._pack = runtime.plan.plan.resolve("gemm").function("pack")
+        self._tied = False
 
     def create_weights(
         self,
@@ -105,9 +117,27 @@ class StrictEmbeddingMethod(QuantizeMethodBase):
         _create_weight(layer, sum(output_partition_sizes), input_size_per_partition, params_dtype, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack the output layer's weight; an embedding looks rows up and needs none."""
+        """Pack the output layer's weight. The embedding's stays: its rows are looked up."""
         if isinstance(layer, ParallelLMHead):
-            layer.packed = self._pack(layer.weight.data)
+            layer.packed = self._pack(layer.weight.data, getattr(layer, "packed", None))
+            if not self._tied:
+                layer.weight.data = layer.weight.data.new_empty(0)
+
+    def make_room(self, layer: torch.nn.Module) -> None:
+        """Let `layer.weight` be loaded again."""
+        if isinstance(layer, ParallelLMHead) and not self._tied:
+            layer.weight.data = torch.empty(layer.packed.shape, dtype=torch.bfloat16)
+
+    def matrix(self, layer: torch.nn.Module) -> torch.Tensor:
+        """W[V,K] as the output layer or the embedding reads it."""
+        matrix: torch.Tensor = layer.packed.unpack() if isinstance(layer, ParallelLMHead) else layer.weight.data
+        return matrix
+
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+        """Let the output layer `layer` be loaded with the embedding's weight."""
+        self._tied = True
+        layer.weight = embed_tokens.weight
+        return layer
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states x[T,K] bf16 → logits[T,V] fp32 of this rank's ids."""

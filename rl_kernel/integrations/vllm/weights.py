@@ -16,13 +16,14 @@ from safetensors import safe_open
 from torch import nn
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from rl_kernel.errors import ModelError, WeightDigestError
 from rl_kernel.integrations.vllm.quantization import StrictEmbeddingMethod, StrictLinearMethod
 from rl_kernel.integrations.vllm.runtime import StrictRuntime
 from rl_kernel.reference.weights import digest_tensors
 
+_METHODS = (StrictLinearMethod, StrictEmbeddingMethod)
 Triple = tuple[str, str, np.ndarray[Any, Any]]
 
 
@@ -35,15 +36,13 @@ class Piece:
     axis: int | None
 
 
-def pieces(model: nn.Module, *, tied: bool) -> Iterator[Piece]:
-    """Yield every weight of a strict model, from the memory that its ops read."""
+def pieces(model: nn.Module) -> Iterator[Piece]:
+    """Yield every weight of a strict model, from the memory that its ops read; a tied output layer as `lm_head` too."""
     for path, module in model.named_modules():
         if isinstance(module, RMSNorm):
             yield Piece(f"{path}.weight", module.weight.data, None)
         elif isinstance(module, VocabParallelEmbedding):
-            if not (tied and isinstance(module, ParallelLMHead)):
-                rows = module.shard_indices.num_org_elements
-                yield Piece(f"{path}.weight", _matrix(module)[:rows], 0)
+            yield Piece(f"{path}.weight", _matrix(module)[: module.shard_indices.num_org_elements], 0)
         elif isinstance(module, QKVParallelLinear):
             query, kv = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
             parts = _matrix(module).split([query, kv, kv])
@@ -56,24 +55,26 @@ def pieces(model: nn.Module, *, tied: bool) -> Iterator[Piece]:
 
 def memory_digest(model: nn.Module, runtime: StrictRuntime, *, tied: bool) -> str | None:
     """Weight digest of what the ranks hold; None on all ranks but 0. Every rank must call it."""
-    triples: list[Triple] = []
-    for piece in sorted(pieces(model, tied=tied), key=lambda p: p.name):
-        whole = _gather(piece, runtime)
-        if whole is not None:
-            triples.append((piece.name, "BF16", _bits(whole)))
-    return digest_tensors(triples, tied=tied) if runtime.tp_rank == 0 else None
+    whole = {piece.name: _gather(piece, runtime) for piece in pieces(model)}
+    if runtime.tp_rank != 0:
+        return None
+    arrays = {name: bits_of(tensor) for name, tensor in whole.items() if tensor is not None}
+    if tied and not np.array_equal(arrays["lm_head.weight"], arrays["model.embed_tokens.weight"]):
+        raise WeightDigestError("the output layer and the embedding are tied, but hold different values")
+    return digest_tensors(((name, "BF16", array) for name, array in arrays.items()), tied=tied)
 
 
 def replace_weights(model: nn.Module, folder: Path) -> None:
     """Load `folder`/*.safetensors into the existing layers and pack again; ModelError if a weight is missing."""
+    matrices = [(m, m.quant_method) for m in model.modules() if isinstance(getattr(m, "quant_method", None), _METHODS)]
+    for module, method in matrices:
+        method.make_room(module)
     loaded = model.load_weights(read_tensors(folder))
     missing = {name for name, _ in model.named_parameters()} - loaded
     if missing:
         raise ModelError(f"{folder} has nothing for {min(missing)!r} ({len(missing)} weights missing)")
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, StrictLinearMethod | StrictEmbeddingMethod):
-            method.process_weights_after_loading(module)
+    for module, method in matrices:
+        method.process_weights_after_loading(module)
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,13 +89,13 @@ def digest_while_reading(folder: Path, seen: list[Triple]) -> Iterator[tuple[str
     """As `read_tensors`, keeping in `seen` what the digest of the tensors that were handed out needs."""
     for name, tensor in read_tensors(folder):
         dtype = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[tensor.dtype]
-        seen.append((name, dtype, _bits(tensor)))
+        seen.append((name, dtype, bits_of(tensor)))
         yield name, tensor
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:
-    tensor: torch.Tensor = module.weight.data
-    return tensor
+    matrix: torch.Tensor = module.quant_method.matrix(module)
+    return matrix
 
 
 def _parts(path: str, fused: str, names: tuple[str, ...], parts: tuple[torch.Tensor, ...]) -> Iterator[Piece]:
@@ -107,8 +108,8 @@ def _gather(piece: Piece, runtime: StrictRuntime) -> torch.Tensor | None:
     """The whole tensor on rank 0, None elsewhere."""
     if runtime.tp_size == 1:
         return piece.tensor
-    # Vocabulary shards differ in length; gloo gathers equal ones, so the lengths go first.
-    local = piece.tensor.contiguous().view(torch.int16)
+    # Vocabulary shards differ in length; gloo gathers equal ones of few dtypes, so lengths go first, then bytes.
+    local = piece.tensor.contiguous().view(torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(runtime.tp_size)]
     dist.all_gather(lengths, torch.tensor([local.shape[0]]), group=runtime.group)
     longest = int(max(n.item() for n in lengths))
@@ -122,12 +123,12 @@ def _gather(piece: Piece, runtime: StrictRuntime) -> torch.Tensor | None:
     if piece.axis is not None:
         return torch.cat(cut, dim=piece.axis)
     for rank, copy in enumerate(cut):
-        if not torch.equal(copy.view(torch.int16), cut[0].view(torch.int16)):
+        if not np.array_equal(bits_of(copy), bits_of(cut[0])):
             raise WeightDigestError(f"{piece.name}: tensor-parallel rank {rank} holds other values than rank 0")
     return cut[0]
 
 
-def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Tensor → array for the digest; bf16 as uint16 bit patterns."""
     plain = tensor.contiguous()
     array: np.ndarray[Any, Any]

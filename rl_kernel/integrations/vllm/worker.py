@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -24,7 +25,27 @@ from rl_kernel.ops import strict_plan
 from rl_kernel.reference.weights import digest_tensors
 
 
-class StrictCPUWorker(CPUWorker):
+class SeededCPUWorker(CPUWorker):
+    """vLLM's CPU worker, able to prefill the prompt of a seeded request in chunks.
+
+    After each chunk but the last, vLLM takes back what the request's generator drew, by the offset that only a CUDA
+    generator has, and so raises on a CPU. Here such a request's generator is out of reach for that step: what the
+    step draws for it is thrown away, and its own generator has drawn nothing.
+    """
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As vLLM's."""
+        runner = self.model_runner
+        generators = runner.input_batch.generators
+        unfinished = np.flatnonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])
+        kept = {row: generators.pop(row) for row in unfinished.tolist() if row in generators}
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            generators.update(kept)
+
+
+class StrictCPUWorker(SeededCPUWorker):
     """Builds its model out of strict layers and counts what serves every op."""
 
     _runtime: StrictRuntime
@@ -65,7 +86,7 @@ class StrictCPUWorker(CPUWorker):
         return memory_digest(self.get_model(), self._runtime, tied=tied)
 
 
-class NativeCPUWorker(CPUWorker):
+class NativeCPUWorker(SeededCPUWorker):
     """vLLM's own worker and arithmetic; only the engine's calls are added."""
 
     _loaded: str | None = None

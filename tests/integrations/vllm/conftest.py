@@ -1,0 +1,37 @@
+"""Real vLLM engines on tiny models. In process unless a test says otherwise: a start costs a second, not twelve."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.engine import EngineOptions, RolloutEngine
+from tests.models import TINY_MODELS, write_tiny_model
+
+MakeEngine = Callable[..., RolloutEngine]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Name → folder of each tiny model with the weights of seed 0, and `<name>-1` with those of seed 1."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name + suffix: write_tiny_model(root / (name + suffix), spec, seed)
+        for name, spec in TINY_MODELS.items()
+        for seed, suffix in ((0, ""), (1, "-1"))
+    }
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """Build engines that stop when the test ends."""
+    engines: list[RolloutEngine] = []
+
+    def make(model: Path, **options: Any) -> RolloutEngine:
+        engines.append(RolloutEngine(model, EngineOptions(**options)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()

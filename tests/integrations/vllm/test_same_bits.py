@@ -1,0 +1,87 @@
+"""Strict vLLM gives one sequence the same bits whatever runs beside it and however it is cut; native vLLM does not."""
+
+import pytest
+
+from tests.integrations.vllm.requests import TEMPERATURE, prompts, reference_bits, run, sampling
+from tests.models import TINY_MODELS
+
+EVERY_MODEL = pytest.mark.parametrize("name", sorted(TINY_MODELS))
+
+
+@EVERY_MODEL
+def test_strict_logprobs_are_the_reference_decoders(make_engine, models, name):
+    asked = prompts(6)
+    responses = run(make_engine(models[name]), asked)
+    assert [logprobs for _, logprobs in responses] == reference_bits(models[name], asked, responses)
+
+
+@EVERY_MODEL
+def test_a_sequence_alone_has_the_bits_that_it_has_among_7_and_among_64(make_engine, models, name):
+    engine = make_engine(models[name], max_num_seqs=64, prefix_caching=False)
+    asked = prompts(64, longest=40)
+    among_64 = run(engine, asked, new_tokens=4)
+    assert run(engine, asked[:7], new_tokens=4) == among_64[:7]
+    assert [run(engine, asked[:1], new_tokens=4)[0]] == among_64[:1]
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_decoded_logprobs_are_those_of_a_prefill(make_engine, models, name, prefix_caching):
+    engine = make_engine(models[name], prefix_caching=prefix_caching, block_size=16)
+    asked = prompts(3)
+    for prompt, response in zip(asked, engine.generate(asked, sampling(3)), strict=True):
+        prefilled = engine.score(prompt + response.tokens, len(prompt), TEMPERATURE)
+        assert prefilled.tobytes() == response.logprobs.tobytes()
+
+
+@EVERY_MODEL
+def test_a_prompt_in_chunks_has_the_bits_of_one_in_one_piece(make_engine, models, name):
+    asked = prompts(5, longest=200, seed=3)
+    whole = run(make_engine(models[name], prefix_caching=False), asked)
+    in_chunks = run(make_engine(models[name], prefix_caching=False, max_num_batched_tokens=33), asked)
+    assert in_chunks == whole
+
+
+@EVERY_MODEL
+def test_a_cached_prefix_changes_no_bit(make_engine, models, name):
+    engine = make_engine(models[name], block_size=16)
+    shared = prompts(1, longest=90, seed=5)[0] + prompts(1, seed=6)[0]
+    asked = [shared + tail for tail in prompts(4, longest=9, seed=7)]
+    cold = run(engine, asked)
+    assert run(engine, asked) == cold
+    assert run(make_engine(models[name], prefix_caching=False), asked) == cold
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_the_size_of_a_cache_block_changes_no_bit(make_engine, models, block_size):
+    asked = prompts(4, longest=200)
+    assert run(make_engine(models["qwen3"], block_size=block_size), asked) == run(make_engine(models["qwen3"]), asked)
+
+
+def test_one_and_two_threads_give_the_same_bits(make_engine, models):
+    asked = prompts(7)
+    one = run(make_engine(models["llama"], threads=1), asked)
+    assert run(make_engine(models["llama"], threads=2), asked) == one
+
+
+@pytest.mark.slow
+def test_an_engine_process_gives_the_bits_of_an_engine_in_this_process(make_engine, models):
+    asked = prompts(7)
+    here = run(make_engine(models["llama-tied"]), asked)
+    assert run(make_engine(models["llama-tied"], own_process=True), asked) == here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3-tied"])
+def test_two_tensor_parallel_ranks_give_the_bits_of_one(make_engine, models, name):
+    asked = prompts(7)
+    one = run(make_engine(models[name], segments=2), asked)
+    assert run(make_engine(models[name], segments=2, tp_size=2), asked) == one
+    assert [logprobs for _, logprobs in one] == reference_bits(models[name], asked, one, segments=2)
+
+
+def test_native_vllm_changes_bits_with_the_batch(make_engine, models):
+    """The control: the comparison above can fail."""
+    engine = make_engine(models["llama"], numerics="native", max_num_seqs=64, prefix_caching=False)
+    asked = prompts(64, longest=40)
+    assert [run(engine, [prompt], new_tokens=4)[0] for prompt in asked] != run(engine, asked, new_tokens=4)

@@ -1,0 +1,83 @@
+"""Weights are replaced in place, confirmed from the engine's own memory, and nothing of the old ones survives."""
+
+import json
+
+import pytest
+
+from rl_kernel.errors import ModelError, WeightDigestError
+from rl_kernel.reference.weights import weight_digest
+from tests.integrations.vllm.requests import prompts, reference_bits, run
+from tests.models import LLAMA, TINY_MODELS, TinyModel, write_tiny_model
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_replaced_weights_are_confirmed_and_give_the_bits_of_a_fresh_engine(make_engine, models, name):
+    engine, asked = make_engine(models[name], block_size=16), prompts(5)
+    before = run(engine, asked)
+    assert engine.load(models[f"{name}-1"]) == weight_digest(models[f"{name}-1"])
+    after = run(engine, asked)  # the same prompts: a key or value that was kept would show
+    assert after != before
+    assert [logprobs for _, logprobs in after] == reference_bits(models[f"{name}-1"], asked, after)
+    engine.load(models[name])
+    assert run(engine, asked) == before
+
+
+@pytest.mark.slow
+def test_two_ranks_confirm_the_digest_of_the_whole(make_engine, models):
+    engine, asked = make_engine(models["qwen3"], segments=2, tp_size=2), prompts(5)
+    before = run(engine, asked)
+    assert engine.load(models["qwen3-1"]) == weight_digest(models["qwen3-1"])
+    after = run(engine, asked)
+    assert [logprobs for _, logprobs in after] == reference_bits(models["qwen3-1"], asked, after, segments=2)
+    engine.load(models["qwen3"])
+    assert run(engine, asked) == before
+
+
+def test_native_weights_are_replaced_too(make_engine, models):
+    engine, asked = make_engine(models["llama"], numerics="native"), prompts(5)
+    before = run(engine, asked)
+    assert engine.load(models["llama-1"]) == weight_digest(models["llama-1"])
+    assert run(engine, asked) != before
+    engine.load(models["llama"])
+    assert run(engine, asked) == before
+
+
+@pytest.mark.parametrize("layer", ["model.layers.1.self_attn.qkv_proj", "model.layers.0.mlp.down_proj", "lm_head"])
+def test_one_flipped_bit_in_memory_is_not_confirmed(make_engine, models, layer):
+    engine = make_engine(models["llama"])
+    worker = engine._llm.llm_engine.model_executor.driver_worker.worker
+    worker.get_model().get_submodule(layer).packed.words[7] ^= 1
+    with pytest.raises(WeightDigestError, match="holds weights with digest"):
+        engine._confirm(engine.weight_digest)
+
+
+def test_weights_with_another_digest_than_announced_leave_the_old_ones_in_place(make_engine, models):
+    engine, asked = make_engine(models["llama"]), prompts(3)
+    before = run(engine, asked)
+    with pytest.raises(WeightDigestError, match="announced was 0000"):
+        engine.load_weights(models["llama-1"], "0" * 64)
+    assert run(engine, asked) == before
+
+
+def test_weights_of_another_model_are_refused(make_engine, models):
+    engine = make_engine(models["llama"])
+    with pytest.raises(ModelError, match="holds another model than the engine was built for"):
+        engine.load(models["qwen3"])
+
+
+def test_incomplete_weights_are_refused(make_engine, models, tmp_path):
+    class Headless(TinyModel):
+        def shapes(self):
+            return (s for s in super().shapes() if s[0] != "model.norm.weight")
+
+    broken = write_tiny_model(tmp_path / "broken", Headless())
+    with pytest.raises(ModelError, match=r"tensor 'model\.norm\.weight' is missing"):
+        make_engine(models["llama"]).load(broken)
+
+
+def test_a_tied_model_with_a_head_of_its_own_is_refused(make_engine, tmp_path):
+    folder = write_tiny_model(tmp_path / "model", LLAMA)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match=r"'lm_head\.weight' must not be there"):
+        make_engine(folder)
