@@ -4,55 +4,95 @@
 
 namespace {
 
+// Pairs of k that packed words are asked for ahead: 18 KiB in a weight panel. Measured on Zen 5 at 8 rows of weights
+// that come from memory: 150 GFLOP/s without, 186 at 8 ahead, 226 at 64, 246 at 96, 235 at 160.
+constexpr int64_t kAhead = 96;
+
+// Rows r of `a` are reached as groups of three: a + 3g*row is one pointer, and the offsets 0, row, 2*row fit into an
+// x86 address. One pointer a row would not leave the compiler enough registers.
+template <int ROWS>
+struct Cursor {
+  static constexpr int groups = (ROWS + 2) / 3;
+  const float* group[groups];
+  Cursor(const float* a, int64_t row) {
+    for (int g = 0; g < groups; ++g) group[g] = a + 3 * g * row;
+  }
+  vf value(int r, int64_t row, int64_t ahead) const { return set1(group[r / 3][r % 3 * row + ahead]); }
+  void advance(int64_t by) {
+    for (const float*& p : group) p += by;
+  }
+};
+
 template <int ROWS, int VECTORS>
-inline void block(int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step, const uint32_t* b, int64_t ldb,
-                  float* c, int64_t ldc, bool resume) {
+struct Block {
   vf acc[ROWS][VECTORS];
-  for (int r = 0; r < ROWS; ++r)
-    for (int v = 0; v < VECTORS; ++v) acc[r][v] = resume ? load(c + r * ldc + v * cpu::kLanes) : set1(0.0f);
-  auto half = [&](const float* x, bool odd, const uint32_t* words) __attribute__((always_inline)) {
-    for (int v = 0; v < VECTORS; ++v) {
-      pair w = load_pair(words + v * cpu::kLanes);
-      for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(set1(x[r * row]), odd ? w.odd : w.even, acc[r][v]);
+
+  // One k: acc[r][v] <- fma(a of row r, w[v], acc[r][v]).
+  __attribute__((always_inline)) void step(const Cursor<ROWS>& a, int64_t row, int64_t ahead, const vf* w) {
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) {
+      const vf x = a.value(r, row, ahead);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) fma_into(acc[r][v], x, w[v]);
     }
-  };
+  }
+  __attribute__((always_inline)) void even(const Cursor<ROWS>& a, int64_t row, const uint32_t* words) {
+    vf w[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) w[v] = load_even(words + v * cpu::kLanes);
+    step(a, row, 0, w);
+  }
+  __attribute__((always_inline)) void odd(const Cursor<ROWS>& a, int64_t row, int64_t ahead, const uint32_t* words) {
+    vf w[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) w[v] = load_odd(words + v * cpu::kLanes);
+    step(a, row, ahead, w);
+  }
+};
+
+// UNIT: `step` is 1, known at compile time.
+template <int ROWS, int VECTORS, bool UNIT>
+void block(int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step, const uint32_t* b, int64_t ldb, float* c,
+           int64_t ldc, bool resume) {
+  if (UNIT) step = 1;
+  Block<ROWS, VECTORS> sums;
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) sums.acc[r][v] = resume ? load(c + r * ldc + v * cpu::kLanes) : set1(0.0f);
+  Cursor<ROWS> at(a, row);
   const uint32_t* words = b + (k0 / 2) * ldb;
   int64_t k = k0;
   if (k < k1 && k % 2) {
-    half(a, true, words);
-    ++k, a += step, words += ldb;
+    sums.odd(at, row, 0, words);
+    ++k, at.advance(step), words += ldb;
   }
-  for (; k + 1 < k1; k += 2, a += 2 * step, words += ldb) {
-    pair w[VECTORS];
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) w[v] = load_pair(words + v * cpu::kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-      vf x = set1(a[r * row]);
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) acc[r][v] = fma(x, w[v].even, acc[r][v]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-      vf x = set1(a[r * row + step]);
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) acc[r][v] = fma(x, w[v].odd, acc[r][v]);
-    }
+  for (int64_t pairs = (k1 - k) / 2; pairs > 0; --pairs) {
+    for (int v = 0; v < VECTORS; ++v) prefetch(words + kAhead * ldb + v * cpu::kLanes);
+    sums.even(at, row, words);
+    // Load the words again rather than keep them: registers are what is short.
+    asm("" : "+r"(words));
+    sums.odd(at, row, step, words);
+    at.advance(2 * step), words += ldb, k += 2;
   }
   // A last even k stands alone: a zero in its other half would turn a sum of -0 into +0, or inf into NaN.
-  if (k < k1) half(a, false, words);
+  if (k < k1) sums.even(at, row, words);
+#pragma GCC unroll 12
   for (int r = 0; r < ROWS; ++r)
-    for (int v = 0; v < VECTORS; ++v) store(c + r * ldc + v * cpu::kLanes, acc[r][v]);
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) store(c + r * ldc + v * cpu::kLanes, sums.acc[r][v]);
 }
 
 template <int ROWS, int VECTORS>
 inline void dispatch(int64_t rows, int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step, const uint32_t* b,
                      int64_t ldb, float* c, int64_t ldc, bool resume) {
   if constexpr (ROWS > 0) {
-    if (rows == ROWS)
-      block<ROWS, VECTORS>(k0, k1, a, row, step, b, ldb, c, ldc, resume);
-    else
+    if (rows != ROWS)
       dispatch<ROWS - 1, VECTORS>(rows, k0, k1, a, row, step, b, ldb, c, ldc, resume);
+    else if (step == 1)
+      block<ROWS, VECTORS, true>(k0, k1, a, row, step, b, ldb, c, ldc, resume);
+    else
+      block<ROWS, VECTORS, false>(k0, k1, a, row, step, b, ldb, c, ldc, resume);
   }
 }
 

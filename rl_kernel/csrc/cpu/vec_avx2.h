@@ -45,17 +45,23 @@ inline vf load_bf16(const uint16_t* p, int n) {
   std::memcpy(x, p, size_t(n) * sizeof *x);
   return load_bf16(x);
 }
-struct pair {
-  vf even, odd;
-};
-inline pair load_pair(const uint32_t* p) {
-  __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 8));
+// The two k of a packed word.
+inline vf load_even(const uint32_t* p) {
+  return from_bits(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16),
+                   _mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)(p + 8)), 16));
+}
+inline vf load_odd(const uint32_t* p) {
   const __m256i high = _mm256_set1_epi32(int(0xffff0000u));
-  return {from_bits(_mm256_slli_epi32(a, 16), _mm256_slli_epi32(b, 16)),
-          from_bits(_mm256_and_si256(a, high), _mm256_and_si256(b, high))};
+  return from_bits(_mm256_and_si256(_mm256_loadu_si256((const __m256i*)p), high),
+                   _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(p + 8)), high));
 }
 
 inline vf fma(vf a, vf b, vf c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+// acc <- fma(a, b, acc), in place; see vec_avx512.h.
+inline void fma_into(vf& acc, vf a, vf b) {
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc.lo) : "x"(a.lo), "x"(b.lo));
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc.hi) : "x"(a.hi), "x"(b.hi));
+}
 inline vf add(vf a, vf b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline vf sub(vf a, vf b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline vf mul(vf a, vf b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }

@@ -27,15 +27,15 @@ inline vf load_bf16(const uint16_t* p, int n) {
   return from_bits(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p)), 16));
 }
 // The two k of a packed word.
-struct pair {
-  vf even, odd;
-};
-inline pair load_pair(const uint32_t* p) {
-  __m512i w = _mm512_loadu_si512(p);
-  return {from_bits(_mm512_slli_epi32(w, 16)), from_bits(_mm512_and_si512(w, _mm512_set1_epi32(int(0xffff0000u))))};
+inline vf load_even(const uint32_t* p) { return from_bits(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+inline vf load_odd(const uint32_t* p) {
+  return from_bits(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000u))));
 }
 
 inline vf fma(vf a, vf b, vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// acc <- fma(a, b, acc), in place: left to itself, GCC 12 overwrites a factor here and there and pays with moves and
+// spills in the one loop where every register is taken.
+inline void fma_into(vf& acc, vf a, vf b) { asm("vfmadd231ps %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(b.v)); }
 inline vf add(vf a, vf b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline vf sub(vf a, vf b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline vf mul(vf a, vf b) { return {_mm512_mul_ps(a.v, b.v)}; }

@@ -54,14 +54,12 @@ inline vf load_bf16(const uint16_t* p) { return each([=](int i) { return from_bi
 inline vf load_bf16(const uint16_t* p, int n) {
   return each([=](int i) { return i < n ? from_bits1(uint32_t(p[i]) << 16) : 0.0f; });
 }
-struct pair {
-  vf even, odd;
-};
-inline pair load_pair(const uint32_t* p) {
-  return {each([=](int i) { return from_bits1(p[i] << 16); }), each([=](int i) { return from_bits1(p[i] & 0xffff0000u); })};
-}
+// The two k of a packed word.
+inline vf load_even(const uint32_t* p) { return each([=](int i) { return from_bits1(p[i] << 16); }); }
+inline vf load_odd(const uint32_t* p) { return each([=](int i) { return from_bits1(p[i] & 0xffff0000u); }); }
 
 inline vf fma(const vf& a, const vf& b, const vf& c) { return each([&](int i) { return fma1(a.v[i], b.v[i], c.v[i]); }); }
+inline void fma_into(vf& acc, const vf& a, const vf& b) { acc = fma(a, b, acc); }
 inline vf add(const vf& a, const vf& b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
 inline vf sub(const vf& a, const vf& b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
 inline vf mul(const vf& a, const vf& b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
