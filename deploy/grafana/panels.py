@@ -1,0 +1,128 @@
+"""The few kinds of panels and variables that the dashboards are made of."""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, timeseries
+from grafana_foundation_sdk.models import common as common_model
+from grafana_foundation_sdk.models import dashboard as model
+from grafana_foundation_sdk.models import prometheus as model_prometheus
+from grafana_foundation_sdk.models.dashboard import DataSourceRef
+
+DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+# Runs of the auditor, and what the job says of itself through Ray.
+AUDITOR = 'cluster=~"$Cluster", run_id=~"$run"'
+RAY = 'cluster=~"$Cluster", SessionName=~"$SessionName", run_id=~"$run"'
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """An expression and the legend of its series."""
+
+    expression: str
+    legend: str = "{{run_id}}"
+
+
+def board(uid: str, title: str, description: str) -> dashboard.Dashboard:
+    """An empty dashboard with the variables that Ray's own dashboards have too, and the run."""
+    return (
+        dashboard.Dashboard(title)
+        .uid(uid)
+        .description(description)
+        .tags(["rl-kernel"])
+        .readonly()
+        .time("now-1h", "now")
+        .refresh("10s")
+        .tooltip(model.DashboardCursorSync.CROSSHAIR)
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(_variable("Cluster", 'label_values({__name__=~"auditor_step|ray_rl_step"}, cluster)'))
+        .with_variable(_variable("SessionName", "label_values(ray_rl_step, SessionName)"))
+        .with_variable(_variable("run", 'label_values({__name__=~"auditor_step|ray_rl_step"}, run_id)'))
+        .link(dashboard.DashboardLink("rl-kernel").type(model.DashboardLinkType.DASHBOARDS).tags(["rl-kernel"]))
+    )
+
+
+def _variable(name: str, query: str) -> dashboard.QueryVariable:
+    return (
+        dashboard.QueryVariable(name)
+        .query(query)
+        .datasource(DATASOURCE)
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+    )
+
+
+def lines(
+    title: str,
+    queries: Sequence[Query],
+    description: str,
+    unit: str = "short",
+    span: int = 12,
+    log: bool = False,
+    stacked: bool = False,
+) -> timeseries.Panel:
+    """Curves over time. log: a symmetric logarithm, which has a place for zero."""
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .unit(unit)
+        .span(span)
+        .height(8)
+        .line_width(1.5)
+        .fill_opacity(20 if stacked else 0)
+        .legend(common.VizLegendOptions().show_legend(True).display_mode(common_model.LegendDisplayMode.LIST))
+    )
+    if log:
+        scale = common.ScaleDistributionConfig().type(common_model.ScaleDistribution.SYMLOG).log(10)
+        panel = panel.scale_distribution(scale.linear_threshold(1e-9))
+    if stacked:
+        panel = panel.stacking(common.StackingConfig().mode(common_model.StackingMode.NORMAL))
+    for index, query in enumerate(queries):
+        panel = panel.with_target(_target(query, string.ascii_uppercase[index]))
+    return panel
+
+
+def number(
+    title: str, expression: str, description: str, unit: str = "short", bad_from: float | None = None, span: int = 4
+) -> stat.Panel:
+    """One number; red from `bad_from` up. No series is said as such and is not a zero."""
+    steps = [model.Threshold(value=None, color="green" if bad_from is not None else "text")]
+    if bad_from is not None:
+        steps.append(model.Threshold(value=bad_from, color="red"))
+    return (
+        stat.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .unit(unit)
+        .span(span)
+        .height(4)
+        .no_value("nothing")
+        .color_mode(common_model.BigValueColorMode.VALUE)
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+        .thresholds(dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
+        .with_target(_target(Query(expression, title)))
+    )
+
+
+def distribution(title: str, expression: str, description: str, span: int = 12) -> heatmap.Panel:
+    """Buckets of a histogram over time."""
+    return (
+        heatmap.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .span(span)
+        .height(8)
+        .with_target(_target(Query(expression, "{{le}}")).format(model_prometheus.PromQueryFormat.HEATMAP))
+    )
+
+
+def _target(query: Query, ref_id: str = "A") -> prometheus.Dataquery:
+    target = prometheus.Dataquery().ref_id(ref_id).expr(query.expression).legend_format(query.legend)
+    return target.datasource(DATASOURCE)

@@ -1,0 +1,131 @@
+"""The committed dashboards are those of the program, are sound, and show something on a real Prometheus."""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from auditor.client import AuditClient
+from deploy.tour.stack import running_stack
+from tests.auditor.processes import running_auditor
+from tests.auditor.samples import one_ulp_off, pair
+
+pytest.importorskip("grafana_foundation_sdk", reason="grafana-foundation-sdk is missing: pip install '.[ops]'")
+promql = pytest.importorskip("promql_parser", reason="promql-parser is missing: pip install '.[ops]'")
+
+from grafana_foundation_sdk.cog.encoder import JSONEncoder  # noqa: E402
+from grafana_foundation_sdk.models.dashboard import Dashboard  # noqa: E402
+
+from deploy.grafana.generate import DASHBOARDS, FOLDER, text  # noqa: E402
+from deploy.grafana.render import expand, prometheus, render_all  # noqa: E402
+
+NAMES = sorted(DASHBOARDS)
+# There is no reference in this test; the tour has one.
+RARE = ("auditor_recompute_errors_total", "auditor_recomputed_tokens_total")
+
+
+def committed(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return loaded
+
+
+def expressions(name: str) -> list[str]:
+    return [target["expr"] for panel in committed(name)["panels"] for target in panel.get("targets", [])]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_committed_json_is_what_the_program_writes(name: str) -> None:
+    assert (FOLDER / f"{name}.json").read_text() == text(name), "run `make dashboards`"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_json_to_model_to_json_is_the_identity(name: str) -> None:
+    assert json.loads(json.dumps(Dashboard.from_json(committed(name)), cls=JSONEncoder)) == committed(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_titles_and_places_are_unique_and_every_panel_says_what_it_shows(name: str) -> None:
+    panels = committed(name)["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert len({panel["title"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        own = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not own & cells, panel["title"]
+        assert max(x for x, _ in own) < 24
+        cells |= own
+        assert panel["type"] == "row" or panel["description"]
+        refs = [target["refId"] for target in panel.get("targets", [])]
+        assert len(set(refs)) == len(refs)
+
+
+def test_dashboards_have_uids_of_their_own_and_the_variables_that_rays_have() -> None:
+    assert len({committed(name)["uid"] for name in NAMES}) == len(NAMES)
+    for name in NAMES:
+        variables = [variable["name"] for variable in committed(name)["templating"]["list"]]
+        assert variables == ["datasource", "Cluster", "SessionName", "run"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_expression_parses_and_every_selector_takes_the_variables(name: str) -> None:
+    for expression in expressions(name):
+        promql.parse(expand(expression, {}, "5m"))
+        assert "$Cluster" in expression
+
+
+def test_a_broken_expression_would_be_found() -> None:
+    with pytest.raises(ValueError, match="unclosed"):
+        promql.parse('sum(rate(auditor_records_total{cluster=~".*"}[5m])')
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is missing: make ops-tools")
+def test_every_expression_returns_series_from_a_real_auditor_and_a_panel_is_drawn(tmp_path: Path) -> None:
+    with (
+        running_auditor(tmp_path / "auditor") as auditor,
+        running_stack(tmp_path / "stack", {"auditor": [auditor.http]}) as stack,
+    ):
+        began = time.time()
+        client = AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "spool", queue_size=64)
+        for step in range(8):
+            for sample in range(4):
+                rollout, trainer = pair(str(sample), step=step)
+                trainer = bent(trainer, step, sample)
+                client.submit_rollout(rollout)
+                client.submit_trainer(trainer)
+            client.flush(10)
+            time.sleep(1.2)
+        client.submit_trainer(one_ulp_off(pair("0", step=0)[1]))
+        assert client.flush(10).refused == 1
+        client.close()
+        time.sleep(2.5)
+        for name in ("drift", "auditor"):
+            for expression in expressions(name):
+                if any(rare in expression for rare in RARE):
+                    continue
+                assert stack.query(expand(expression, {"run": "run"}, "1m")), expression
+        span = (began, time.time())
+        drawn = render_all(prometheus(stack.prometheus), span, tmp_path / "png", {"run": "run"})
+    assert [path.name for path in drawn] == [f"dashboard-{name}.png" for name in NAMES]
+    assert all(path.stat().st_size > 20_000 for path in drawn)
+
+
+def bent(trainer: Any, step: int, sample: int) -> Any:
+    """A fault of each kind in the later steps."""
+    if step < 3:
+        return trainer
+    if sample == 0:
+        return one_ulp_off(trainer, step)
+    if sample == 1:
+        return replace(trainer, weight_version=2)
+    if sample == 2:
+        values = trainer.logprobs.copy()
+        values[4] = np.nan
+        return replace(trainer, logprobs=values)
+    return trainer
