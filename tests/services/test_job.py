@@ -1,0 +1,151 @@
+"""Whole runs as a person starts them: Ray, vLLM, Megatron-core and the auditor, on a tiny model."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+
+from tests.models import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+SAMPLES = 6
+
+
+class Started:
+    """`python -m services.main` as a child process, its output read line by line."""
+
+    def __init__(self, *arguments):
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-m", "services.main", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        self.output = ""
+
+    def read_until(self, text):
+        """Read on until a line contains `text`."""
+        for line in self.process.stdout:
+            self.output += line
+            if text in line:
+                return
+        raise AssertionError(f"the run ended with {self.process.wait()} before it said {text!r}:\n{self.output}")
+
+    def end(self, code):
+        """Read to the end, and require the exit code."""
+        self.output += self.process.stdout.read()
+        assert self.process.wait() == code, self.output
+        return self.output
+
+    def descendants(self):
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    tree = {
+        "run": {"steps": STEPS, "directory": str(folder / "runs"), "checkpoint_every": 2},
+        "model": {"path": str(write_tiny_model(folder / "model"))},
+        "numerics": {"segments": 2, "threads": 1},
+        "task": {"name": "tokens", "prompts_per_step": 2, "samples_per_prompt": 3},
+        "rollout": {"max_new_tokens": 5, "max_model_len": 64, "kv_cache_mb": 16},
+        "trainer": {"learning_rate": 1e-3},
+        "auditor": {"recompute_rate": 1.0},
+    }
+    file = folder / "tiny.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def _latest(config_file):
+    folder = (config_file.parent / "runs" / "latest").resolve()
+    return folder, json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(config_file):
+    """A strict run with a trainer of two ranks, whose auditor is killed after the second step."""
+    run = Started("--config", config_file, "--set", "trainer.tp_size=2")
+    run.read_until("   1   ")
+    (auditor,) = [p for p in run.descendants() if "auditor.main" in " ".join(p.cmdline())]
+    auditor.kill()
+    output = run.end(0)
+    return output, *_latest(config_file)
+
+
+def test_a_strict_run_compares_every_sample_and_not_one_bit_differs(whole):
+    output, _, summary = whole
+    assert summary["numerics"] == "strict"
+    assert summary["steps"] == STEPS
+    assert summary["verdicts"] == {"match": STEPS * SAMPLES}
+    assert summary["compared_tokens"] == summary["recomputed_tokens"] > 0
+    assert (summary["mismatched_tokens"], summary["max_abs_diff"], summary["recomputed_mismatched"]) == (0, 0, 0)
+    assert summary["not_comparable_samples"] == 0
+    assert len(summary["reward_per_step"]) == STEPS
+    assert {"rollout", "score", "train", "publish"} <= summary["seconds_by_phase"].keys()
+    assert 0 < summary["peak_memory_bytes"] < 8 * 2**30
+    assert "NOT CLEAN" not in output
+
+
+def test_the_auditor_killed_in_the_middle_loses_nothing_and_counts_nothing_twice(whole):
+    _, folder, summary = whole
+    assert summary["auditor_restarts"] == 1
+    records = summary["records"]
+    assert records["accepted"] + records["duplicate"] == 2 * STEPS * SAMPLES
+    assert (records["refused"], records["dropped"], records["queued"], records["spooled"]) == (0, 0, 0, 0)
+    ledger = sqlite3.connect(folder / "ledger.sqlite")
+    per_side = dict(ledger.execute("SELECT side, count(*) FROM records GROUP BY side"))
+    assert per_side == {"rollout": STEPS * SAMPLES, "trainer": STEPS * SAMPLES}
+
+
+def test_a_run_leaves_a_plot_and_only_the_weights_that_it_should_keep(whole):
+    _, folder, summary = whole
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    kept = sorted(p.name for p in (folder / "weights").iterdir())
+    assert kept[-1] == f"v{STEPS + 1:06d}"
+    assert summary["weights"]["version"] == STEPS + 1
+
+
+def test_an_interrupted_run_leaves_no_process_and_resumed_it_ends_with_the_bits_of_a_whole_one(whole, config_file):
+    run = Started("--config", config_file, "--set", "run.steps=100")
+    run.read_until("   2   ")
+    left = run.descendants()
+    run.process.send_signal(signal.SIGINT)
+    output = run.end(130)
+    assert "everything that was started has been stopped" in output
+    assert "Traceback" not in output
+    _gone(left)
+    interrupted = (config_file.parent / "runs" / "latest").resolve()
+
+    resumed = Started("--resume", interrupted, "--set", f"run.steps={STEPS}")
+    resumed.end(0)
+    folder, summary = _latest(config_file)
+    assert folder == interrupted
+    assert summary["weights"] == whole[2]["weights"]
+    assert summary["verdicts"] == {"match": STEPS * SAMPLES}
+    assert summary["records"]["refused"] == 0
+
+
+def test_a_native_run_shows_what_strict_removes_and_says_its_alert(config_file):
+    run = Started("--config", config_file, "--numerics", "native", "--set", "run.steps=1")
+    output = run.end(0)
+    _, summary = _latest(config_file)
+    assert summary["mismatched_tokens"] > 0
+    assert summary["max_abs_diff"] > 0
+    assert "alert MismatchedTokens (critical): Run " in output
+
+
+def _gone(processes, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, [" ".join(p.cmdline())[:120] for p in alive]
+        time.sleep(0.2)
