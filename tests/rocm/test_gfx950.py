@@ -1,0 +1,30 @@
+"""The matrix products compiled for an MI350X: what stands between them and a contract."""
+
+import pytest
+from triton.backends.compiler import GPUTarget
+
+from rl_kernel.contract import MMA_MODELS
+from rl_kernel.ops.aot import KERNELS, Kernel
+from tests.rocm.isa import GFX950, amd_findings, matrix_instructions
+
+HIP_GFX950 = GPUTarget("hip", "gfx950", 64)
+_PRODUCTS = [k for k in KERNELS if k.matrix]
+# Their second product takes an operand out of the first one's registers, four neighbours of k a lane where the
+# instruction takes eight: k is permuted inside an instruction, so groups of 8 would hold other products than on gfx942.
+_PERMUTED = ("attention_kernel", "dq_kernel", "dkdv_kernel")
+
+
+@pytest.mark.parametrize("kernel", _PRODUCTS, ids=lambda k: k.name)
+def test_products_compile_to_instructions_that_have_no_mma_model(kernel: Kernel) -> None:
+    compiled = kernel.compile(HIP_GFX950)
+    found = matrix_instructions(compiled)
+    assert found
+    assert found <= {m.name for m in GFX950}
+    findings = amd_findings(compiled, matrix=True, allowed=GFX950)
+    permuted = [f for f in findings if "k is not summed in order" in f]
+    assert [f for f in findings if f not in permuted] == []
+    assert bool(permuted) == (kernel.function in _PERMUTED)
+
+
+def test_no_contract_claims_to_know_cdna4() -> None:
+    assert not any("cdna4" in name or "gfx950" in name for name in MMA_MODELS)
