@@ -26,6 +26,9 @@ class Config(BaseModel):
         float, Field(ge=0, le=1, description="share of agreeing samples that the reference recomputes")
     ] = 0.05
     recompute_workers: Annotated[int, Field(ge=1, le=1024, description="processes that run the reference")] = 1
+    diagnose_per_step: Annotated[
+        int, Field(ge=0, le=1_000_000, description="mismatching samples of a step that causes are searched for")
+    ] = 2
     token_file: Annotated[
         Path | None,
         Field(description="file with the bearer token that every call must carry; read again when it changes"),

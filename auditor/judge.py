@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from auditor.causes.inputs import cause_of_failure
 from auditor.compare import Comparison, Logprobs, Mask, compare_logprobs
 from auditor.drift import DriftSums
 from auditor.preconditions import Contracts, NotComparable, first_failure
@@ -47,6 +48,8 @@ class Reference(StrEnum):
 class Judgement:
     """All that is known of one sample.
 
+    cause, causes: the likeliest cause and all suggestions, with score and evidence; `unknown` where none was found,
+    `undiagnosed` where enough samples of the step had been looked into.
     missing: the side that has not reported, while pending. condition, field, rollout_value, trainer_value: of the
     precondition that failed. compared … nonfinite_trainer: of the pair, see `Comparison`; bit patterns in hex.
     rollout_differing, trainer_differing: tokens that differ from the reference; reference_differing: on either side.
@@ -116,7 +119,7 @@ def judge_pair(rollout: RolloutRecord, trainer: TrainerRecord, contracts: Contra
     """Check the preconditions, then compare bits."""
     failure = first_failure(rollout, trainer, contracts)
     if failure is not None:
-        return PairJudgement(_not_comparable(failure, rollout), None)
+        return PairJudgement(_not_comparable(failure, rollout, trainer), None)
     comparison = compare_logprobs(rollout.logprobs, trainer.logprobs, rollout.mask)
     difference = comparison.difference
     bits = comparison.first_bits
@@ -143,11 +146,13 @@ class ReferenceLogprobs:
     """The reference's log-probabilities of the response, float32 [R], under each side's own contract.
 
     trainer is the very same array where both sides hold one contract. mma: the models that were followed.
+    causes: suggestions for the sides that differ, the likeliest first; None where nobody looked for them.
     """
 
     rollout: Logprobs
     trainer: Logprobs
     mma: str
+    causes: tuple[dict[str, Any], ...] | None = None
 
 
 def judge_with_reference(
@@ -170,6 +175,8 @@ def judge_with_reference(
         verdict=Verdict.MATCH if side is Faulty.NONE and not explained else Verdict.MISMATCH,
         side=side,
         explained_by_arithmetic=explained,
+        causes=reference.causes or (),
+        cause=_first_cause(side, reference.causes),
         reference=Reference.DONE,
         reference_mma=reference.mma,
         rollout_differing=of_rollout,
@@ -178,14 +185,25 @@ def judge_with_reference(
     )
 
 
+def _first_cause(side: Faulty, causes: tuple[dict[str, Any], ...] | None) -> str:
+    if side is Faulty.NONE:
+        return ""
+    if causes is None:
+        return "undiagnosed"
+    return str(causes[0]["cause"]) if causes else "unknown"
+
+
 def pending(missing: str, weight_version: int) -> Judgement:
     """One side has reported, `missing` has not."""
     return Judgement(Verdict.PENDING, missing=missing, weight_version=weight_version)
 
 
-def _not_comparable(failure: NotComparable, rollout: RolloutRecord) -> Judgement:
+def _not_comparable(failure: NotComparable, rollout: RolloutRecord, trainer: TrainerRecord) -> Judgement:
+    suggestion = cause_of_failure(failure, rollout, trainer)
     return Judgement(
         Verdict.NOT_COMPARABLE,
+        cause=suggestion.cause,
+        causes=(suggestion.to_json(),),
         condition=failure.condition.value,
         field=failure.field,
         rollout_value=failure.rollout,

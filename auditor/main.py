@@ -99,7 +99,9 @@ class Auditor:
     def _start_pool(self, config: Config) -> RecomputePool | None:
         if config.weights_root is None:
             return None
-        pool = RecomputePool(config.weights_root, config.recompute_workers, self._load, self._conclude)
+        pool = RecomputePool(
+            config.weights_root, config.recompute_workers, config.diagnose_per_step, self._load, self._conclude
+        )
         self._parts.callback(pool.close)
         return pool
 

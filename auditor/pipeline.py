@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from auditor import codec
+from auditor.causes.sample import diagnose_pair
 from auditor.compare import ULP_EDGES, Comparison
 from auditor.drift import DriftSums
 from auditor.errors import ConflictError, RecomputeError
@@ -105,7 +106,11 @@ class Pipeline:
             return
         rollout, trainer = self._pair(unit, key)
         if isinstance(outcome, RecomputeError):
-            after = replace(before, reference=Reference.FAILED, reference_error=f"{outcome.code}: {outcome}")
+            after = replace(
+                _with_causes(before, rollout, trainer),
+                reference=Reference.FAILED,
+                reference_error=f"{outcome.code}: {outcome}",
+            )
             unit.count("recompute_errors", run_id=key.run_id, code=outcome.code)
         else:
             after = judge_with_reference(before, rollout, trainer, outcome)
@@ -142,10 +147,12 @@ class Pipeline:
             # The record is sound and stays; that the auditor could not judge it must be visible, not refused.
             log.exception("sample %s could not be judged", record.key)
             return PairJudgement(Judgement(Verdict.ERROR, reference_error=f"internal: {error!r}"), None)
-        return self._count_pair(unit, record.key, pair)
+        return self._count_pair(unit, rollout, trainer, pair)
 
-    def _count_pair(self, unit: Unit, key: SampleKey, pair: PairJudgement) -> PairJudgement:
-        judgement, comparison = pair.judgement, pair.comparison
+    def _count_pair(
+        self, unit: Unit, rollout: RolloutRecord, trainer: TrainerRecord, pair: PairJudgement
+    ) -> PairJudgement:
+        key, judgement, comparison = rollout.key, pair.judgement, pair.comparison
         if comparison is None:
             unit.count("not_comparable_samples", run_id=key.run_id, condition=judgement.condition)
             return pair
@@ -155,6 +162,8 @@ class Pipeline:
             ask = self._recompute
             unit.after_commit.append(lambda: ask(key, mismatch))
             judgement = replace(judgement, reference=Reference.QUEUED)
+        elif mismatch:
+            judgement = _with_causes(judgement, rollout, trainer)
         self._count_final(unit, key, judgement)
         return PairJudgement(judgement, comparison)
 
@@ -205,6 +214,15 @@ def _tell(observer: Observer, run_id: str, step: int, totals: Totals, gained: To
 
 def _tell_side(observer: Observer, run_id: str, side: Side, step: int, at: float) -> Callable[[], None]:
     return lambda: observer.side_heard(run_id, side, step, at)
+
+
+def _with_causes(judgement: Judgement, rollout: RolloutRecord, trainer: TrainerRecord) -> Judgement:
+    """Causes read off the two sides alone, for a mismatch on which the reference has no say."""
+    if judgement.verdict is not Verdict.MISMATCH:
+        return judgement
+    causes = diagnose_pair(rollout, trainer)
+    first = causes[0].cause if causes else "unknown"
+    return replace(judgement, cause=first, causes=tuple(cause.to_json() for cause in causes))
 
 
 def _ordered(one: Record, other: Record) -> tuple[RolloutRecord, TrainerRecord]:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from auditor.codec import encode
 from auditor.errors import RecomputeError
 from auditor.frames import read_frame, write_frame
 from auditor.judge import ReferenceLogprobs
@@ -20,6 +22,7 @@ from auditor.records import RolloutRecord, SampleKey, TrainerRecord
 
 log = logging.getLogger(__name__)
 _ATTEMPTS = 3
+_STEPS_REMEMBERED = 10_000
 
 Load = Callable[[SampleKey], tuple[RolloutRecord, TrainerRecord]]
 Conclude = Callable[[SampleKey, ReferenceLogprobs | RecomputeError, float], None]
@@ -28,11 +31,16 @@ Conclude = Callable[[SampleKey, ReferenceLogprobs | RecomputeError, float], None
 class RecomputePool:
     """Worker processes and the queue before them.
 
+    diagnose_per_step: mismatching samples of a step that causes are searched for; each costs some dozens of forwards.
     load: fetches a sample's two records from the ledger, so that what waits costs a key and no arrays.
     conclude: is told the outcome and the seconds that it took; called from the pool's threads.
     """
 
-    def __init__(self, weights_root: Path, workers: int, load: Load, conclude: Conclude) -> None:
+    def __init__(
+        self, weights_root: Path, workers: int, diagnose_per_step: int, load: Load, conclude: Conclude
+    ) -> None:
+        self._diagnose_per_step = diagnose_per_step
+        self._diagnosed: Counter[tuple[str, int]] = Counter()
         self._weights_root = weights_root
         self._load = load
         self._conclude = conclude
@@ -80,7 +88,7 @@ class RecomputePool:
             for _ in range(_ATTEMPTS):
                 worker = worker or self._start()
                 try:
-                    outcome = self._ask(worker, *self._load(key))
+                    outcome = self._ask(worker, key)
                     break
                 except RecomputeError as error:
                     outcome = error
@@ -102,15 +110,17 @@ class RecomputePool:
                 self._changed.wait()
             return None if self._closing else heapq.heappop(self._heap)[3]
 
-    def _ask(
-        self, worker: subprocess.Popen[bytes], rollout: RolloutRecord, trainer: TrainerRecord
-    ) -> ReferenceLogprobs:
-        """The reference under each side's contract, once where it is the same one."""
-        of_rollout, mma = _call(worker, _job(rollout, rollout.contract_digest), rollout.tokens)
-        if trainer.contract_digest == rollout.contract_digest:
-            return ReferenceLogprobs(of_rollout, of_rollout, mma)
-        of_trainer, other = _call(worker, _job(rollout, trainer.contract_digest), rollout.tokens)
-        return ReferenceLogprobs(of_rollout, of_trainer, f"{mma},{other}")
+    def _ask(self, worker: subprocess.Popen[bytes], key: SampleKey) -> ReferenceLogprobs:
+        rollout, trainer = (encode(record) for record in self._load(key))
+        name = (key.run_id, key.step)
+        diagnose = self._diagnosed[name] < self._diagnose_per_step
+        reference = _call(worker, {"rollout_bytes": len(rollout), "diagnose": diagnose}, rollout + trainer)
+        if reference.causes:
+            with self._changed:
+                self._diagnosed[name] += 1
+                while len(self._diagnosed) > _STEPS_REMEMBERED:
+                    del self._diagnosed[next(iter(self._diagnosed))]
+        return reference
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "auditor.recompute_worker", str(self._weights_root)]
@@ -130,40 +140,15 @@ class RecomputePool:
                     continue  # what it still held was for a process that is gone
 
 
-def temperature_of(record: RolloutRecord) -> float:
-    """The temperature that the reported log-probabilities are of; RecomputeError where the reference cannot follow."""
-    sampling = record.sampling
-    if sampling.logprobs_mode == "raw_logprobs":
-        return 1.0
-    if sampling.logprobs_mode != "processed_logprobs":
-        raise RecomputeError(f"logprobs_mode {sampling.logprobs_mode!r} has no reference", "sampling_unsupported")
-    if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
-        raise RecomputeError(
-            f"top_p {sampling.top_p}, top_k {sampling.top_k}, min_p {sampling.min_p}: the reference renormalises"
-            " over the whole vocabulary only",
-            "sampling_unsupported",
-        )
-    return sampling.temperature
-
-
-def _job(record: RolloutRecord, contract_digest: str) -> dict[str, Any]:
-    if record.positions.offset:
-        raise RecomputeError(f"position offset {record.positions.offset} has no reference", "positions_unsupported")
-    return {
-        "prompt_len": record.prompt_len,
-        "temperature": temperature_of(record),
-        "weight_version": record.weight_version,
-        "weight_digest": record.weight_digest,
-        "contract_digest": contract_digest,
-        "rope_digest": record.positions.rope_digest,
-    }
-
-
-def _call(worker: subprocess.Popen[bytes], job: dict[str, Any], tokens: Any) -> tuple[Any, str]:
+def _call(worker: subprocess.Popen[bytes], job: dict[str, Any], body: bytes) -> ReferenceLogprobs:
     assert worker.stdin is not None
     assert worker.stdout is not None
-    write_frame(worker.stdin, job, tokens.astype("<u4").tobytes())  # type: ignore[arg-type]
-    header, body = read_frame(worker.stdout)  # type: ignore[arg-type]
+    write_frame(worker.stdin, job, body)  # type: ignore[arg-type]
+    header, raw = read_frame(worker.stdout)  # type: ignore[arg-type]
     if "error" in header:
         raise RecomputeError(header["error"], header["code"])
-    return np.frombuffer(body, "<f4").astype(np.float32), header["mma"]
+    values = np.frombuffer(raw, "<f4").astype(np.float32)
+    # Two arrays of one length where the sides hold two contracts.
+    rollout, trainer = np.split(values, 2) if "," in header["mma"] else (values, values)
+    causes = header["causes"]
+    return ReferenceLogprobs(rollout, trainer, header["mma"], None if causes is None else tuple(causes))

@@ -13,13 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from auditor.causes.sample import Weights, diagnose_sample
+from auditor.codec import decode
+from auditor.compare import Logprobs
 from auditor.contracts import known_contracts
 from auditor.errors import RecomputeError
 from auditor.frames import read_frame, write_frame
+from auditor.judge import ReferenceLogprobs
+from auditor.records import RolloutRecord, TrainerRecord
 from rl_kernel.errors import ModelError, RlKernelError
 from rl_kernel.reference.model import Decoder
 
-_MODELS = 2
+_MODELS = 4
 
 
 class Models:
@@ -34,9 +39,7 @@ class Models:
         """The decoder of these weights; RecomputeError where the root does not hold them."""
         key = (digest, contract_digest)
         if key not in self._open:
-            self._open[key] = self._load(version, digest, contract_digest)
-            while len(self._open) > _MODELS:
-                self._open.popitem(last=False)
+            self._keep(key, self._load(version, digest, contract_digest))
         self._open.move_to_end(key)
         return self._open[key]
 
@@ -55,6 +58,25 @@ class Models:
             )
         return decoder
 
+    def around(self, record: RolloutRecord) -> Weights:
+        """The decoder that a record names and the versions under the root, for a diagnosis."""
+        named = self.get(record.weight_version, record.weight_digest, record.contract_digest)
+        versions = sorted(int(folder.name[1:]) for folder in self._root.glob("v*") if folder.name[1:].isdigit())
+
+        def load(version: int) -> Decoder:
+            key = (f"v{version}", record.contract_digest)
+            if key not in self._open:
+                folder = self._root / f"v{version:06d}"
+                self._keep(key, Decoder.open(folder, self._contracts[record.contract_digest]))
+            return self._open[key]
+
+        return Weights(named, versions, load)
+
+    def _keep(self, key: tuple[str, str], decoder: Decoder) -> None:
+        self._open[key] = decoder
+        while len(self._open) > _MODELS:
+            self._open.popitem(last=False)
+
     def _folder(self, version: int, digest: str) -> Path:
         named = self._root / f"v{version:06d}"
         if (named / "config.json").is_file():
@@ -68,22 +90,66 @@ class Models:
 
 
 def answer(models: Models, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-    """Run one job: what `auditor.recompute` asks for, and the tokens as uint32 in the body."""
-    tokens = np.frombuffer(body, "<u4").astype(np.int64)
+    """Run one job: the two records in the body, one after the other, the first `rollout_bytes` long.
+
+    The answer's body is the reference under the rollout's contract, then, where it is another, under the trainer's.
+    """
+    cut = job["rollout_bytes"]
+    rollout, trainer = decode(body[:cut]), decode(body[cut:])
+    assert isinstance(rollout, RolloutRecord)
+    assert isinstance(trainer, TrainerRecord)
     try:
-        decoder = models.get(job["weight_version"], job["weight_digest"], job["contract_digest"])
-        if job["rope_digest"] != decoder.config.rope_digest:
-            raise RecomputeError(
-                f"the record names rotary parameters {job['rope_digest']}, the weights' config has"
-                f" {decoder.config.rope_digest}",
-                "rope_differs",
-            )
-        (logprobs,) = decoder.logprobs([tokens], [job["prompt_len"]], job["temperature"])
+        reference = recompute(models, rollout, trainer)
     except RecomputeError as error:
         return {"code": error.code, "error": str(error)}, b""
     except RlKernelError as error:
         return {"code": "reference_refused", "error": str(error)}, b""
-    return {"mma": decoder.contract.profile.mma}, logprobs.astype("<f4").tobytes()
+    causes = None
+    if job["diagnose"]:
+        found = diagnose_sample(rollout, trainer, reference, models.around(rollout))
+        causes = [suggestion.to_json() for suggestion in found]
+    arrays = [reference.rollout] if reference.trainer is reference.rollout else [reference.rollout, reference.trainer]
+    return {"mma": reference.mma, "causes": causes}, b"".join(a.astype("<f4").tobytes() for a in arrays)
+
+
+def recompute(models: Models, rollout: RolloutRecord, trainer: TrainerRecord) -> ReferenceLogprobs:
+    """The reference under each side's contract, once where it is the same one."""
+    of_rollout, mma = _logprobs(models, rollout, rollout.contract_digest)
+    if trainer.contract_digest == rollout.contract_digest:
+        return ReferenceLogprobs(of_rollout, of_rollout, mma)
+    of_trainer, other = _logprobs(models, rollout, trainer.contract_digest)
+    return ReferenceLogprobs(of_rollout, of_trainer, f"{mma},{other}")
+
+
+def temperature_of(record: RolloutRecord) -> float:
+    """The temperature that the reported log-probabilities are of; RecomputeError where the reference cannot follow."""
+    sampling = record.sampling
+    if sampling.logprobs_mode == "raw_logprobs":
+        return 1.0
+    if sampling.logprobs_mode != "processed_logprobs":
+        raise RecomputeError(f"logprobs_mode {sampling.logprobs_mode!r} has no reference", "sampling_unsupported")
+    if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
+        raise RecomputeError(
+            f"top_p {sampling.top_p}, top_k {sampling.top_k}, min_p {sampling.min_p}: the reference renormalises"
+            " over the whole vocabulary only",
+            "sampling_unsupported",
+        )
+    return sampling.temperature
+
+
+def _logprobs(models: Models, record: RolloutRecord, contract_digest: str) -> tuple[Logprobs, str]:
+    if record.positions.offset:
+        raise RecomputeError(f"position offset {record.positions.offset} has no reference", "positions_unsupported")
+    temperature = temperature_of(record)
+    decoder = models.get(record.weight_version, record.weight_digest, contract_digest)
+    if record.positions.rope_digest != decoder.config.rope_digest:
+        raise RecomputeError(
+            f"the record names rotary parameters {record.positions.rope_digest}, the weights' config has"
+            f" {decoder.config.rope_digest}",
+            "rope_differs",
+        )
+    (logprobs,) = decoder.logprobs([record.tokens.astype(np.int64)], [record.prompt_len], temperature)
+    return logprobs, decoder.contract.profile.mma
 
 
 def main(root: Path) -> None:
@@ -93,9 +159,9 @@ def main(root: Path) -> None:
     while True:
         try:
             job, body = read_frame(sys.stdin.buffer)
-        except EOFError:
-            return
-        write_frame(sys.stdout.buffer, *answer(models, job, body))
+            write_frame(sys.stdout.buffer, *answer(models, job, body))
+        except (EOFError, BrokenPipeError):
+            return  # the auditor has gone, and with it whoever would read the answer
 
 
 if __name__ == "__main__":

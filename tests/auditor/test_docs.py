@@ -47,3 +47,15 @@ def test_every_code_that_can_be_raised_is_documented() -> None:
 def test_every_condition_and_verdict_is_documented() -> None:
     for name in (*Condition, *Verdict):
         assert f"| `{name.value}` |" in PROTOCOL, name
+
+
+def test_every_cause_is_documented() -> None:
+    """Names as they are written where suggestions are made."""
+    folder = REPOSITORY / "auditor" / "causes"
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    causes = set(re.findall(r'Suggestion\(\s*"(\w+)"', source)) | set(
+        re.findall(r'^    "[\w.]+": "(\w+)",$', source, re.MULTILINE)
+    )
+    assert len(causes) > 15
+    for cause in causes:
+        assert f"`{cause}`" in PROTOCOL, cause

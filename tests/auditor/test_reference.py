@@ -90,6 +90,32 @@ def test_the_side_that_left_the_contract_is_named(weights_root: Path, tmp_path: 
         assert auditor.metrics()['auditor_recomputed_tokens_total{mma="fma32",run_id="run"}'] == 160
 
 
+def test_stale_weights_are_found_with_the_version_and_only_a_few_samples_of_a_step_are_looked_into(
+    weights_root: Path, tmp_path: Path
+) -> None:
+    flags = ("--weights-root", str(weights_root), "--diagnose-per-step", "2", "--recompute-rate", "0")
+    with (
+        running_auditor(tmp_path, *flags) as auditor,
+        AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
+    ):
+        for i in range(4):
+            stale, fresh = true_pair(weights_root, f"{i}", version=1), true_pair(weights_root, f"{i}", version=2)
+            client.submit_rollout(replace(fresh[0], logprobs=stale[0].logprobs))
+            client.submit_trainer(fresh[1])
+        client.flush(10)
+        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0 and r["samples"] == 4)
+        assert run["by_side"] == {"rollout": 4}
+        assert run["by_cause"] == {"stale_weights": 2, "undiagnosed": 2}
+        found = [auditor.get(f"/api/v1/runs/run/samples/0/{i}")["judgement"] for i in range(4)]
+        (first,) = [judgement["causes"][0] for judgement in found if judgement["causes"]][:1]
+        assert first["score"] == 1.0
+        assert "weight version 1, the first one, where 2 is stated" in first["evidence"]
+        assert (
+            auditor.metrics()['auditor_mismatched_samples_total{cause="stale_weights",run_id="run",side="rollout"}']
+            == 2
+        )
+
+
 def test_what_the_reference_cannot_be_asked_has_a_code(weights_root: Path, tmp_path: Path) -> None:
     sampling = Sampling(seed=1)
     cases = {

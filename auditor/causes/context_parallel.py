@@ -1,0 +1,36 @@
+"""Context parallelism: differences at the edges of the slices that a sequence is cut into."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from auditor.causes.evidence import Evidence, Suggestion
+
+_REACH = 2  # tokens on each side of an edge
+_SPIKE = 1e-3  # below this a difference is one of rounding
+
+
+def slice_edges(evidence: Evidence) -> Iterator[Suggestion]:
+    """The largest differences lie one at each edge of a slice, far above all others."""
+    size = np.abs(evidence.delta)
+    total = len(evidence.rollout.tokens)
+    stated = {evidence.rollout.layout.cp_size, evidence.trainer.layout.cp_size} - {0, 1}
+    for parts in sorted(stated) or (2, 4, 8):
+        # Causal balancing gives a rank two slices, so there are edges at halves of a slice too.
+        for slices in (parts, 2 * parts):
+            edges = np.unique(np.round(np.arange(1, slices) * total / slices))
+            inside = edges[(edges >= evidence.positions[0] - 1) & (edges <= evidence.positions[-1])]
+            distance = np.abs(evidence.positions[:, None] - inside[None, :])
+            near = distance.min(axis=1, initial=total) <= _REACH
+            if inside.size < 2 or near.mean() > 0.5 or not near.any():
+                continue
+            spikes = np.array([size[column <= _REACH].max(initial=0.0) for column in distance.T])
+            rest = float(np.quantile(size[~near], 0.95))
+            if (spikes > max(_SPIKE, 5.0 * rest)).sum() >= max(2, 0.75 * inside.size):
+                yield Suggestion(
+                    "context_parallel",
+                    0.8 + 0.1 * bool(stated),
+                    f"differences of {spikes.min():.3g} to {spikes.max():.3g} within {_REACH} tokens of the"
+                    f" {inside.size} edges of {slices} slices of {total} tokens, {rest:.3g} elsewhere",
+                )
+                return

@@ -1,0 +1,106 @@
+"""What a diagnosis looks at, and how well a hypothesis explains it."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from auditor.compare import Logprobs, Mask
+from auditor.records import Record, RolloutRecord, TrainerRecord
+
+# Scores: a prediction that is right in every bit is certain. One that is right up to noise is strong. A pattern that
+# nothing was computed for is a hint, and stays below both.
+CERTAIN: Final = 1.0
+STRONG: Final = 0.9
+HINT: Final = 0.6
+_WORTH_SAYING: Final = 0.5
+_RESEMBLES: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """One possible cause. score: 0..1, see above. evidence: one sentence with the numbers that it rests on."""
+
+    cause: str
+    score: float
+    evidence: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"cause": self.cause, "score": round(self.score, 4), "evidence": self.evidence}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One side beside what it should be.
+
+    found: float32 [R], what the side reported; truth: float32 [R], the reference (or the other side where there is
+    none). active: bool [R]. record: of the side; other: of the other side.
+    """
+
+    found: Logprobs
+    truth: Logprobs
+    active: Mask
+    record: Record
+    rollout: RolloutRecord
+    trainer: TrainerRecord
+
+    @property
+    def differs(self) -> Mask:
+        """Bool [R]: active tokens whose bits differ."""
+        mask: Mask = (self.found.view(np.uint32) != self.truth.view(np.uint32)) & self.active
+        return mask
+
+    @property
+    def delta(self) -> Any:
+        """float64 [R], found − truth; 0 where a value is not finite or the token is not active."""
+        with np.errstate(invalid="ignore"):
+            delta = self.found.astype(np.float64) - self.truth
+        return np.where(np.isfinite(delta) & self.active, delta, 0.0)
+
+    @property
+    def positions(self) -> Any:
+        """int64 [R]: absolute position of each response token in its sequence."""
+        return self.rollout.prompt_len + np.arange(len(self.found))
+
+
+def explained(found: Logprobs, truth: Logprobs, predicted: Logprobs, active: Mask) -> float:
+    """How well `predicted` explains that `found` is not `truth`; all float32 [R].
+
+    CERTAIN where every active token has the predicted bits and at least two of them are not the truth's. Otherwise
+    STRONG times the share of the mean difference that the prediction takes away; 0 where the side does not resemble the
+    prediction, and more than it does the truth: a constant is near everything.
+    """
+    differs = (found.view(np.uint32) != truth.view(np.uint32)) & active
+    hit = (found.view(np.uint32) == predicted.view(np.uint32)) & active
+    if not differs.any():
+        return 0.0
+    if hit.sum() == active.sum():
+        return CERTAIN if differs.sum() >= 2 else STRONG
+    finite = np.isfinite(found) & np.isfinite(truth) & np.isfinite(predicted) & active
+    side, right, guess = (values[finite].astype(np.float64) for values in (found, truth, predicted))
+    before = np.abs(side - right).mean() if finite.any() else 0.0
+    if before == 0.0 or correlation(side, guess) < max(_RESEMBLES, correlation(side, right)):
+        return 0.0
+    return float(STRONG * max(0.0, 1.0 - np.abs(side - guess).mean() / before))
+
+
+def correlation(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Pearson's, over the finite values; 0 where there are few or one side is constant."""
+    finite = np.isfinite(a) & np.isfinite(b)
+    x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
+    if x.size < 4 or x.std() == 0.0 or y.std() == 0.0:
+        return 0.0
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def worth_saying(score: float) -> bool:
+    """Whether a computed prediction explains enough to be suggested at all."""
+    return score >= _WORTH_SAYING * STRONG
+
+
+def bits_hit(found: Logprobs, predicted: Logprobs, active: Mask) -> str:
+    """`31 of 32 tokens have the predicted bits`."""
+    hit = int(((found.view(np.uint32) == predicted.view(np.uint32)) & active).sum())
+    return f"{hit} of {int(active.sum())} tokens have the predicted bits"

@@ -1,0 +1,41 @@
+"""Precision of the head: logits, or the log-probabilities themselves, rounded to 16 bits."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from auditor.causes.evidence import STRONG, Evidence, Suggestion, bits_hit, explained, worth_saying
+from auditor.causes.oracle import F32, Oracle
+
+
+def low_precision_values(evidence: Evidence) -> Iterator[Suggestion]:
+    """Every value of the side is one that 16 bits can hold, which fp32 values are not by chance."""
+    found = evidence.found[evidence.active]
+    if found.size >= 4 and np.isfinite(found).all() and not (found.view(np.uint32) & 0xFFFF).any() and found.any():
+        yield Suggestion("bf16_head", STRONG, f"all {found.size} log-probabilities are bf16 values")
+    elif found.size >= 4 and np.isfinite(found).all() and (found.astype(np.float16).astype(np.float32) == found).all():
+        yield Suggestion("bf16_head", STRONG, f"all {found.size} log-probabilities are fp16 values")
+
+
+def low_precision_head(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """The reference with logits rounded to bf16 or fp16 gives what the side reports."""
+    window = oracle.window
+    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
+    for name, rounded in (("bf16", _to_bf16), ("fp16", _to_fp16)):
+        predicted = oracle.from_logits(rounded(oracle.own_logits))
+        score = explained(found, truth, predicted, active)
+        if worth_saying(score):
+            hit = bits_hit(found, predicted, active)
+            yield Suggestion("bf16_head", score, f"the values are those of logits rounded to {name}; {hit}")
+            return
+
+
+def _to_bf16(x: F32) -> F32:
+    bits = x.view(np.uint32)
+    rounded: F32 = ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return rounded
+
+
+def _to_fp16(x: F32) -> F32:
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16).astype(np.float32)

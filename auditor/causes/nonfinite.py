@@ -1,0 +1,20 @@
+"""NaN or infinity on one side only."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from auditor.causes.evidence import STRONG, Evidence, Suggestion
+
+
+def nonfinite(evidence: Evidence) -> Iterator[Suggestion]:
+    """Values that are not finite where the reference's are: an overflow, or a token that a filter had excluded."""
+    broken = ~np.isfinite(evidence.found) & np.isfinite(evidence.truth) & evidence.active
+    if broken.any():
+        at = np.flatnonzero(broken)
+        share = at.size / int(evidence.differs.sum())
+        yield Suggestion(
+            "nonfinite",
+            STRONG * share,
+            f"{at.size} values are NaN or infinite where the reference's are finite, first at {int(at[0])}",
+        )

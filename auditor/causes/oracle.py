@@ -1,0 +1,131 @@
+"""The reference with one thing changed: what a side would have reported under a hypothesis.
+
+T tokens of the window, E hidden, V vocabulary, W response tokens of the window. Only a window of the response is
+recomputed, for a long sample would cost more than it tells.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from auditor.compare import Logprobs
+from rl_kernel.contracts import model_contract
+from rl_kernel.reference.model import Decoder
+from rl_kernel.reference.ops import Bits, Reference
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+
+
+class OutOfBudget(Exception):
+    """The forwards that one diagnosis may cost are spent."""
+
+
+class Oracle:
+    """Computes predictions for one sample.
+
+    decoder: of the weights and contract that the record names. tokens: int64 [N]. window: response tokens first..last
+    (exclusive) that predictions are for. versions: weight versions that `load` can open. budget: forwards allowed.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokens: npt.NDArray[np.int64],
+        prompt_len: int,
+        temperature: float,
+        window: tuple[int, int],
+        versions: Sequence[int] = (),
+        load: Callable[[int], Decoder] | None = None,
+        budget: int = 96,
+    ) -> None:
+        self.decoder = decoder
+        self.prompt_len = prompt_len
+        self.temperature = temperature
+        self.window = slice(*window)
+        self.versions = tuple(versions)
+        self._load = load
+        self._budget = budget
+        # A causal model never sees what comes after the window.
+        self.tokens = tokens[: prompt_len + window[1]]
+        self.rows = np.arange(prompt_len + window[0] - 1, prompt_len + window[1] - 1)
+        self.targets = self.tokens[self.rows + 1]
+
+    def hidden(self, decoder: Decoder) -> Bits:
+        """Hidden states of the whole window's sequence, bf16 [T,E]; costs one forward."""
+        if self._budget <= 0:
+            raise OutOfBudget
+        self._budget -= 1
+        return decoder.hidden([self.tokens])
+
+    @cached_property
+    def own_hidden(self) -> Bits:
+        """Hidden states without any fault, bf16 [T,E]."""
+        return self.hidden(self.decoder)
+
+    def logits(self, rows: npt.NDArray[np.int64] | None = None) -> F32:
+        """Logits without any fault of `rows` (the window's by default), fp32 [W,V]."""
+        return self.head(self.decoder, self.own_hidden[self.rows if rows is None else rows])
+
+    @cached_property
+    def own_logits(self) -> F32:
+        """Logits of the window's rows, fp32 [W,V]."""
+        return self.logits()
+
+    def head(self, decoder: Decoder, hidden: Bits) -> F32:
+        """fp32 logits [W,V] of hidden [W,E]."""
+        name = "model.embed_tokens.weight" if decoder.config.tied else "lm_head.weight"
+        return decoder.reference.gemm_fp32(hidden, decoder.weights[name])
+
+    def from_logits(
+        self, logits: F32, temperature: float | None = None, targets: npt.NDArray[np.int64] | None = None
+    ) -> Logprobs:
+        """Log-probabilities float32 [W] of logits [W,V]."""
+        wanted = self.targets if targets is None else targets
+        heat = np.full(len(logits), self.temperature if temperature is None else temperature, np.float32)
+        logp, _ = self.decoder.reference.logp_from_logits(
+            logits, wanted[:, None].astype(np.int64), heat, vocab=self.decoder.config.vocab
+        )
+        return logp[:, 0]
+
+    def logprobs(self, decoder: Decoder) -> Logprobs:
+        """What another decoder would report, float32 [W]; costs one forward."""
+        return self.from_logits(self.head(decoder, self.hidden(decoder)[self.rows]))
+
+    def version(self, version: int) -> Decoder:
+        """The decoder of another weight version."""
+        assert self._load is not None, "no versions were given"
+        return self._load(version)
+
+    def with_positions(self, positions: F64) -> Decoder:
+        """The decoder as if token i stood at positions[i], which need not be whole; float64 [N]."""
+        return self.with_frequencies(_frequencies(self.decoder), positions)
+
+    def with_frequencies(self, frequencies: F64, positions: F64 | None = None, length: float = 1.0) -> Decoder:
+        """The decoder with other rotary frequencies, float64 [head_dim / 2]; `length` multiplies cosine and sine."""
+        where = np.arange(len(self.tokens), dtype=np.float64) if positions is None else positions
+        angle = where[:, None] * frequencies[None, :]
+        cos, sin = ((length * part).astype(np.float32) for part in (np.cos(angle), np.sin(angle)))
+        return replace(self.decoder, rope=(cos, sin))
+
+    def with_reference(self, reference: Reference) -> Decoder:
+        """The decoder on other ops."""
+        return replace(self.decoder, reference=reference)
+
+    def with_segments(self, segments: int) -> Decoder:
+        """The decoder with its row-parallel sums cut in another number of parts."""
+        return replace(self.decoder, contract=model_contract(self.decoder.contract.profile.name, segments=segments))
+
+
+def own_frequencies(decoder: Decoder) -> F64:
+    """Rotary frequencies that the weights' config names, float64 [head_dim / 2]."""
+    return _frequencies(decoder)
+
+
+def _frequencies(decoder: Decoder) -> F64:
+    dim = decoder.config.head_dim
+    frequencies: F64 = np.float64(decoder.config.rope_theta) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    return frequencies

@@ -1,0 +1,29 @@
+"""Mixtures of experts: the two sides sent tokens to different experts."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from auditor.causes.evidence import Evidence, Suggestion
+
+
+def other_experts(evidence: Evidence) -> Iterator[Suggestion]:
+    """Tokens whose experts differ, against tokens whose values differ. Needs both sides' routed experts."""
+    ours, theirs = evidence.rollout.routed_experts, evidence.trainer.routed_experts
+    if ours is None or theirs is None or ours.shape != theirs.shape or len(ours) < len(evidence.rollout.tokens):
+        return
+    moved = (np.sort(ours, axis=1) != np.sort(theirs, axis=1)).any(axis=1)
+    rows = evidence.positions - 1  # the row that computes a token's value is the one before it
+    routed, differs = moved[rows], evidence.differs
+    if not routed.any() or not differs.any():
+        return
+    covered = float(routed[differs].mean())
+    first = int(np.flatnonzero(differs)[0])
+    since = bool(moved[: int(rows[first]) + 1].any())
+    if covered >= 0.5 or since:
+        yield Suggestion(
+            "routing",
+            0.5 + 0.45 * covered,
+            f"{int(routed.sum())} of {routed.size} response tokens went to other experts; {covered:.0%} of the"
+            f" {int(differs.sum())} differing tokens are among them",
+        )

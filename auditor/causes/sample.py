@@ -1,0 +1,60 @@
+"""The diagnosis of one sample: which side to look at, which part of it, and what is computed there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.oracle import Oracle
+from auditor.causes.table import diagnose, ranked
+from auditor.judge import ReferenceLogprobs
+from auditor.records import Record, RolloutRecord, TrainerRecord
+from rl_kernel.reference.model import Decoder
+
+_WINDOW: Final = 128  # response tokens that hypotheses are computed for
+_BEFORE: Final = 16  # of them before the first difference, which must stay equal under a hypothesis
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The decoder that a record names, and the other versions that can be opened."""
+
+    decoder: Decoder
+    versions: Sequence[int]
+    load: Callable[[int], Decoder]
+
+
+def diagnose_sample(
+    rollout: RolloutRecord, trainer: TrainerRecord, reference: ReferenceLogprobs, weights: Weights, budget: int = 96
+) -> tuple[Suggestion, ...]:
+    """Causes for each side that differs from the reference, ranked together. budget: forwards for each side."""
+    found: list[Suggestion] = []
+    sides: tuple[tuple[Record, np.ndarray], ...] = ((rollout, reference.rollout), (trainer, reference.trainer))
+    for record, truth in sides:
+        evidence = Evidence(record.logprobs, truth, record.mask, record, rollout, trainer)
+        if evidence.differs.any():
+            found += diagnose(evidence, _oracle(evidence, weights, budget))
+    return ranked(found)
+
+
+def diagnose_pair(rollout: RolloutRecord, trainer: TrainerRecord) -> tuple[Suggestion, ...]:
+    """Causes read off the two sides alone, where there is no reference: what the rollout would have done wrong."""
+    return diagnose(Evidence(rollout.logprobs, trainer.logprobs, rollout.mask, rollout, rollout, trainer), None)
+
+
+def _oracle(evidence: Evidence, weights: Weights, budget: int) -> Oracle:
+    first = int(np.flatnonzero(evidence.differs)[0])
+    start = max(0, first - _BEFORE)
+    rollout = evidence.rollout
+    return Oracle(
+        weights.decoder,
+        rollout.tokens.astype(np.int64),
+        rollout.prompt_len,
+        1.0 if rollout.sampling.logprobs_mode == "raw_logprobs" else rollout.sampling.temperature,
+        (start, min(len(evidence.found), start + _WINDOW)),
+        weights.versions,
+        weights.load,
+        budget,
+    )

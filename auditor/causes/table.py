@@ -1,0 +1,86 @@
+"""The causes in the order in which they are tried, cheap before dear, and the ranking of what they say."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from auditor.causes.context_parallel import slice_edges
+from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
+from auditor.causes.filler import filler
+from auditor.causes.head import low_precision_head, low_precision_values
+from auditor.causes.kv import boundary, stale_kv
+from auditor.causes.misalignment import shifted_values, wrong_row
+from auditor.causes.nonfinite import nonfinite
+from auditor.causes.oracle import Oracle, OutOfBudget
+from auditor.causes.reduction import flat_last_bits, split_sums
+from auditor.causes.rope import grows_with_position, rope
+from auditor.causes.routing import other_experts
+from auditor.causes.temperature import temperature
+from auditor.causes.truncation import truncation
+from auditor.causes.weights import other_weights, stale_weights
+
+Read = Callable[[Evidence], Iterator[Suggestion]]
+Compute = Callable[[Evidence, Oracle], Iterator[Suggestion]]
+
+# Read off the values alone.
+READ: Final[tuple[Read, ...]] = (
+    filler,
+    nonfinite,
+    shifted_values,
+    low_precision_values,
+    other_experts,
+    slice_edges,
+    boundary,
+    grows_with_position,
+    flat_last_bits,
+    other_weights,
+)
+# Computed by the reference; those that need no further forward first.
+COMPUTED: Final[tuple[Compute, ...]] = (
+    low_precision_head,
+    temperature,
+    truncation,
+    wrong_row,
+    stale_weights,
+    stale_kv,
+    split_sums,
+    rope,
+)
+
+
+def diagnose(evidence: Evidence, oracle: Oracle | None) -> tuple[Suggestion, ...]:
+    """Suggested causes, the likeliest first, one line each; empty where nothing differs.
+
+    oracle: None reads the values only. Computing stops at the first hypothesis that is right in every bit, or when
+    the oracle's budget is spent; what was found until then is ranked.
+    """
+    if not evidence.differs.any():
+        return ()
+    found = [suggestion for read in READ for suggestion in read(evidence)]
+    if oracle is not None and not _certain(found):
+        found += _computed(evidence, oracle)
+    return ranked(found)
+
+
+def ranked(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
+    """One suggestion a cause, its best, by descending score; of equal ones the first."""
+    best: dict[str, Suggestion] = {}
+    for suggestion in suggestions:
+        if suggestion.cause not in best or suggestion.score > best[suggestion.cause].score:
+            best[suggestion.cause] = suggestion
+    return tuple(sorted(best.values(), key=lambda suggestion: -suggestion.score))
+
+
+def _computed(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
+    found: list[Suggestion] = []
+    try:
+        for compute in COMPUTED:
+            found += compute(evidence, oracle)
+            if _certain(found):
+                break
+    except OutOfBudget:
+        return found
+    return found
+
+
+def _certain(suggestions: list[Suggestion]) -> bool:
+    return any(suggestion.score >= CERTAIN for suggestion in suggestions)

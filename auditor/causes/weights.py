@@ -1,0 +1,65 @@
+"""Other weights than the record names: stale by some versions, or never delivered at all."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from auditor.causes.evidence import (
+    CERTAIN,
+    Evidence,
+    Suggestion,
+    bits_hit,
+    correlation,
+    explained,
+    worth_saying,
+)
+from auditor.causes.oracle import Oracle
+
+_TRIED = 12
+_MORE_THAN_ROUNDING = 0.05
+_FALLBACK = 0.4  # nothing was computed, and much else looks like it
+
+
+def other_weights(evidence: Evidence) -> Iterator[Suggestion]:
+    """Large differences everywhere, of both signs, on values that still resemble the reference's: another model."""
+    delta = evidence.delta[evidence.active]
+    differing = delta[delta != 0.0]
+    if differing.size < max(4, 0.9 * delta.size) or np.median(np.abs(differing)) < _MORE_THAN_ROUNDING:
+        return
+    alike = correlation(evidence.found, evidence.truth)
+    # Other weights make what was drawn less likely; a filter or a lower temperature makes it likelier.
+    if (differing < 0).mean() > 0.3:
+        yield Suggestion(
+            "other_weights",
+            _FALLBACK,
+            f"{differing.size} of {delta.size} tokens differ, by {np.median(np.abs(differing)):.3g} in the median,"
+            f" correlation with the reference {alike:.3f}: as with weights of which no version is known",
+        )
+
+
+def stale_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """The weight version under which the reference gives what the side reports; the nearest ones are tried first."""
+    stated = evidence.record.weight_version
+    window = oracle.window
+    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
+    best: tuple[float, int, str] | None = None
+    others = [version for version in oracle.versions if version != stated]
+    nearest = sorted(others, key=lambda version: (abs(version - stated), version > stated))[:_TRIED]
+    first = min(oracle.versions, default=stated)
+    for version in dict.fromkeys([*nearest[:4], *([first] if first != stated else []), *nearest[4:]]):
+        predicted = oracle.logprobs(oracle.version(version))
+        score = explained(found, truth, predicted, active)
+        if worth_saying(score) and (best is None or score > best[0]):
+            best = (score, version, bits_hit(found, predicted, active))
+            if score >= CERTAIN:
+                break
+    if best is not None:
+        score, version, hit = best
+        never = version == first and stated - version > 1
+        yield Suggestion(
+            "weights_never_delivered" if never else "stale_weights",
+            score,
+            f"the values are those of weight version {version}"
+            + (", the first one," if version == first else "")
+            + f" where {stated} is stated, {abs(stated - version)} {'behind' if version < stated else 'ahead'}; {hit}",
+        )

@@ -1,0 +1,121 @@
+"""Causes: each is found on the fault that makes it, none where nothing differs, and scores mean what they say."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from auditor.causes.evidence import CERTAIN, STRONG, Evidence, Suggestion, explained
+from auditor.causes.sample import Weights, diagnose_pair, diagnose_sample
+from auditor.causes.table import COMPUTED, READ, diagnose, ranked
+from auditor.faults.declared import DECLARED
+from auditor.faults.matrix import flagged_clean, outcomes
+from auditor.faults.suite import FAULTS
+from auditor.faults.world import VERSIONS, World
+from auditor.judge import ReferenceLogprobs
+from tests.auditor.samples import one_ulp_off, pair, with_logprobs
+
+ALL = np.ones(8, np.bool_)
+
+
+def row(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+TRUTH = row(-1, -2, -3, -1, -2, -3, -1, -2)
+
+
+def test_a_prediction_right_in_every_bit_is_certain() -> None:
+    found = TRUTH + np.float32(0.5)
+    assert explained(found, TRUTH, found, ALL) == CERTAIN
+
+
+def test_a_single_differing_token_is_strong_and_not_certain() -> None:
+    found = TRUTH.copy()
+    found[3] = -1.5
+    assert explained(found, TRUTH, found, ALL) == STRONG
+
+
+def test_a_prediction_that_takes_away_half_of_the_difference_gets_half_of_strong() -> None:
+    found = TRUTH + np.float32(1.0)
+    assert explained(found, TRUTH, TRUTH + np.float32(0.5), ALL) == STRONG * 0.5
+
+
+def test_a_constant_is_near_everything_and_explains_nothing() -> None:
+    found = TRUTH * np.float32(0.1) - np.float32(5.0)
+    assert explained(found, TRUTH, np.full(8, found.mean(), np.float32), ALL) == 0.0
+
+
+def test_nothing_is_explained_where_nothing_differs() -> None:
+    assert explained(TRUTH, TRUTH, TRUTH + np.float32(1), ALL) == 0.0
+    assert diagnose_pair(*pair()) == ()
+
+
+def test_suggestions_are_ranked_and_each_cause_is_said_once() -> None:
+    said = [Suggestion("a", 0.4, "weak"), Suggestion("b", 0.6, ""), Suggestion("a", 0.9, "strong")]
+    assert [(s.cause, s.score) for s in ranked(said)] == [("a", 0.9), ("b", 0.6)]
+
+
+def test_without_a_reference_causes_are_read_off_the_two_sides() -> None:
+    rollout, trainer = pair()
+    assert diagnose_pair(with_logprobs(rollout, 31, 0.0), trainer)[0].cause == "filler"
+    rolled = replace(rollout, logprobs=np.roll(rollout.logprobs, 1))
+    assert diagnose_pair(rolled, trainer)[0].cause == "off_by_one"
+    assert diagnose_pair(one_ulp_off(rollout), trainer)[0].cause == "reduction_order"
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(None, seed=11)
+
+
+def test_nine_in_ten_injected_faults_get_a_right_cause_first_and_none_is_missed(world: World) -> None:
+    found = list(outcomes(world, each=1))
+    assert len(found) == len(FAULTS) + 1 + len(DECLARED)
+    assert [outcome.fault for outcome in found if outcome.missed] == []
+    wrong = [(outcome.fault, outcome.first) for outcome in found if not outcome.correct]
+    assert len(wrong) <= 0.1 * len(found), wrong
+    assert [outcome.fault for outcome in found if outcome.named != outcome.side] == []
+
+
+def test_no_clean_sample_is_flagged(world: World) -> None:
+    assert flagged_clean(world, 100) == 0
+
+
+@pytest.mark.slow
+def test_no_clean_sample_of_a_thousand_is_flagged() -> None:
+    assert flagged_clean(World(None, seed=3), 1000) == 0
+
+
+def test_every_suggestion_comes_with_evidence_and_a_score(world: World) -> None:
+    (sample,) = world.draw(1, 20, 40)
+    decoder = world.decoder(sample.version)
+    rollout, trainer = world.records(sample)
+    stale = replace(rollout, logprobs=world.logprobs(world.decoder(sample.version - 1), sample))
+    reference = ReferenceLogprobs(trainer.logprobs, trainer.logprobs, "fma32")
+    weights = Weights(decoder, range(1, VERSIONS + 1), world.decoder)
+    suggestions = diagnose_sample(stale, trainer, reference, weights)
+    assert suggestions[0].cause == "stale_weights"
+    for suggestion in suggestions:
+        assert 0.0 < suggestion.score <= 1.0
+        assert any(character.isdigit() for character in suggestion.evidence)
+
+
+def test_a_spent_budget_leaves_what_was_read(world: World) -> None:
+    (sample,) = world.draw(1, 20, 40)
+    decoder = world.decoder(sample.version)
+    rollout, trainer = world.records(sample)
+    stale = replace(rollout, logprobs=world.logprobs(world.decoder(sample.version - 1), sample))
+    reference = ReferenceLogprobs(trainer.logprobs, trainer.logprobs, "fma32")
+    weights = Weights(decoder, range(1, VERSIONS + 1), world.decoder)
+    suggestions = diagnose_sample(stale, trainer, reference, weights, budget=0)
+    assert "stale_weights" not in {suggestion.cause for suggestion in suggestions}
+
+
+def test_every_cause_in_the_table_says_nothing_of_equal_sides(world: World) -> None:
+    rollout, trainer = pair()
+    evidence = Evidence(rollout.logprobs, rollout.logprobs, rollout.mask, rollout, rollout, trainer)
+    assert diagnose(evidence, None) == ()
+    assert len(READ) + len(COMPUTED) >= 15
+    for read in READ:
+        assert list(read(evidence)) == [], read.__name__
