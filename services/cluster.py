@@ -5,6 +5,7 @@ What an actor raises arrives here as the error itself, without Ray's wrapping; a
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ def ray_cluster(config: RayConfig, actors: int) -> Iterator[None]:
     A cluster that was started here ends with the block; one that was joined is left as it was found.
     """
     address = config.address or os.environ.get("RAY_ADDRESS", "")
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -50,6 +52,7 @@ def ray_cluster(config: RayConfig, actors: int) -> Iterator[None]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster at {address} cannot be joined" if address else "a local Ray cluster cannot be started"
         raise ServicesError(f"{where}: {str(error).splitlines()[0]}") from None
+    signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts its own there, which ends the process under our blocks
     try:
         cpus = int(ray.cluster_resources().get("CPU", 0))
         if cpus < actors:
