@@ -119,7 +119,7 @@ def test_an_interrupted_run_leaves_no_process_and_resumed_it_ends_with_the_bits_
     run = Started("--config", config_file, "--set", "run.steps=100")
     run.read_until("   2   ")
     left = run.descendants()
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)
     output = run.end(130)
     assert "everything that was started has been stopped" in output
     assert "Traceback" not in output
