@@ -41,8 +41,8 @@ def _verdict(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             number(
                 "Tokens mismatched",
-                f'sum(auditor_mismatched_tokens_total{{{AUDITOR}, side="pair"}})'
-                f" or 0 * sum(auditor_compared_tokens_total{{{AUDITOR}}})",
+                f'(sum(auditor_mismatched_tokens_total{{{AUDITOR}, side="pair"}}) or vector(0))'
+                f" and on () sum(auditor_compared_tokens_total{{{AUDITOR}}}) > 0",
                 "Whose bits differ between rollout and trainer. No number: nothing was compared.",
                 bad_from=1,
             )
@@ -50,16 +50,16 @@ def _verdict(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             number(
                 "Tokens against the reference",
-                f'sum(auditor_mismatched_tokens_total{{{AUDITOR}, side=~"rollout|trainer"}})'
-                f" or 0 * sum(auditor_recomputed_tokens_total{{{AUDITOR}}})",
-                "Recomputed tokens on which a side differs from the reference.",
+                f'(sum(auditor_mismatched_tokens_total{{{AUDITOR}, side=~"rollout|trainer"}}) or vector(0))'
+                f" and on () sum(auditor_recomputed_tokens_total{{{AUDITOR}}}) > 0",
+                "On which a side differs from the reference. No number: nothing was recomputed.",
                 bad_from=1,
             )
         )
         .with_panel(
             number(
                 "Samples not comparable",
-                f"{total.format('not_comparable_samples')} or 0 * {total.format('records')}",
+                f"({total.format('not_comparable_samples')} or vector(0)) and on () {total.format('records')} > 0",
                 "A precondition failed: neither match nor mismatch.",
                 bad_from=1,
             )

@@ -1,0 +1,149 @@
+{{- define "rlk.job" -}}
+{{ include "rlk.name" . }}-job
+{{- end }}
+
+{{- /* The job's config with what the chart knows of the auditor and the weights. */ -}}
+{{- define "rlk.jobConfig" -}}
+{{- $own := dict }}
+{{- if .Values.auditor.enabled }}
+{{- $host := printf "%s.%s.svc" (include "rlk.auditor" .) .Release.Namespace }}
+{{- $auditor := dict "grpc" (printf "%s:%v" $host .Values.auditor.service.grpcPort) "http" (printf "http://%s:%v" $host .Values.auditor.service.httpPort) }}
+{{- if .Values.auditor.token.existingSecret }}
+{{- $_ := set $auditor "token_file" (printf "/run/secrets/auditor/%s" .Values.auditor.token.key) }}
+{{- end }}
+{{- $_ := set $own "auditor" $auditor }}
+{{- end }}
+{{- if .Values.weights.existingClaim }}{{- $_ := set $own "weights" (dict "directory" "/weights") }}{{- end }}
+{{- $_ := set $own "run" (dict "directory" "/runs") }}
+{{- mergeOverwrite $own (deepCopy .Values.job.config) | toYaml }}
+{{- end }}
+
+{{- /* A pod of the Ray cluster. Takes root, part (head or workers), and gpus. */ -}}
+{{- define "rlk.rayPod" -}}
+{{- $job := .root.Values.job }}
+{{- $gpu := get (dict "cuda" "nvidia.com/gpu" "rocm" "amd.com/gpu") $job.accelerator }}
+{{- $resources := deepCopy .part.resources }}
+{{- if .gpus }}
+{{- $_ := set $resources "limits" (mergeOverwrite (dict $gpu (.gpus | toString)) ($resources.limits | default dict)) }}
+{{- $_ := set $resources "requests" (mergeOverwrite (dict $gpu (.gpus | toString)) ($resources.requests | default dict)) }}
+{{- end }}
+metadata:
+  labels:
+    {{- include "rlk.labels" .root | nindent 4 }}
+    app.kubernetes.io/component: ray
+    {{ .root.Values.auditor.networkPolicy.reporterLabel }}: "true"
+spec:
+  automountServiceAccountToken: false
+  {{- with .root.Values.imagePullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 65532
+    runAsGroup: 65532
+    fsGroup: 65532
+    seccompProfile:
+      type: RuntimeDefault
+  containers:
+    - name: ray
+      image: {{ include "rlk.image" (dict "image" $job.image "appVersion" .root.Chart.AppVersion) | quote }}
+      imagePullPolicy: {{ $job.image.pullPolicy }}
+      env:
+        - name: OMP_NUM_THREADS
+          value: "1"
+        - name: HF_HUB_OFFLINE
+          value: "1"
+        - name: VLLM_NO_USAGE_STATS
+          value: "1"
+        {{- if eq .name "head" }}
+        {{- with $job.grafanaHost }}
+        - name: RAY_GRAFANA_HOST
+          value: {{ . | quote }}
+        {{- end }}
+        {{- with $job.prometheusHost }}
+        - name: RAY_PROMETHEUS_HOST
+          value: {{ . | quote }}
+        - name: RAY_PROMETHEUS_NAME
+          value: Prometheus
+        {{- end }}
+        {{- end }}
+      ports:
+        {{- if eq .name "head" }}
+        - {name: gcs, containerPort: 6379, protocol: TCP}
+        - {name: dashboard, containerPort: 8265, protocol: TCP}
+        - {name: client, containerPort: 10001, protocol: TCP}
+        - {name: as-metrics, containerPort: 44217, protocol: TCP}
+        - {name: dash-metrics, containerPort: 44227, protocol: TCP}
+        {{- end }}
+        - {name: metrics, containerPort: 8080, protocol: TCP}
+      securityContext:
+        allowPrivilegeEscalation: false
+        capabilities:
+          drop: [ALL]
+      resources: {{- toYaml $resources | nindent 8 }}
+      volumeMounts:
+        - {name: config, mountPath: /etc/rl-job, readOnly: true}
+        - {name: runs, mountPath: /runs}
+        - {name: shm, mountPath: /dev/shm}
+        {{- if .root.Values.auditor.token.existingSecret }}
+        - {name: auditor-token, mountPath: /run/secrets/auditor, readOnly: true}
+        {{- end }}
+        {{- if .root.Values.weights.existingClaim }}
+        - {name: weights, mountPath: /weights}
+        {{- end }}
+  volumes:
+    - name: config
+      configMap:
+        name: {{ include "rlk.job" .root }}
+    - name: runs
+      {{- if $job.runsClaim }}
+      persistentVolumeClaim:
+        claimName: {{ $job.runsClaim | quote }}
+      {{- else }}
+      emptyDir: {}
+      {{- end }}
+    - name: shm
+      emptyDir:
+        medium: Memory
+        sizeLimit: {{ $job.workers.sharedMemory | quote }}
+    {{- with .root.Values.auditor.token.existingSecret }}
+    - name: auditor-token
+      secret:
+        secretName: {{ . | quote }}
+        defaultMode: 0440
+    {{- end }}
+    {{- with .root.Values.weights.existingClaim }}
+    - name: weights
+      persistentVolumeClaim:
+        claimName: {{ . | quote }}
+    {{- end }}
+  {{- with .part.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .part.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{- define "rlk.rayClusterSpec" -}}
+rayVersion: {{ .Values.job.rayVersion | quote }}
+{{- if .Values.job.tokenAuth }}
+authOptions:
+  mode: token
+{{- end }}
+headGroupSpec:
+  rayStartParams:
+    dashboard-host: "0.0.0.0"
+    metrics-export-port: "8080"
+    # The head keeps the books; the engines go where the GPUs are.
+    num-gpus: "0"
+  template: {{- include "rlk.rayPod" (dict "root" . "name" "head" "part" .Values.job.head "gpus" 0) | nindent 4 }}
+workerGroupSpecs:
+  - groupName: {{ .Values.job.accelerator }}
+    replicas: {{ .Values.job.workers.replicas }}
+    minReplicas: {{ .Values.job.workers.replicas }}
+    maxReplicas: {{ .Values.job.workers.replicas }}
+    rayStartParams:
+      metrics-export-port: "8080"
+    template: {{- include "rlk.rayPod" (dict "root" . "name" "worker" "part" .Values.job.workers "gpus" .Values.job.workers.gpus) | nindent 6 }}
+{{- end }}

@@ -1,0 +1,31 @@
+{{- define "rlk.name" -}}
+{{- printf "%s" .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "rlk.auditor" -}}
+{{ include "rlk.name" . }}-auditor
+{{- end }}
+
+{{- define "rlk.labels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "rlk.auditorSelector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: auditor
+{{- end }}
+
+{{- define "rlk.image" -}}
+{{ .image.repository }}:{{ .image.tag | default .appVersion }}
+{{- end }}
+
+{{- /* Prometheus, alerts and dashboards tell clusters apart by this label. */ -}}
+{{- define "rlk.clusterRelabeling" -}}
+- targetLabel: cluster
+  replacement: {{ .Values.cluster | quote }}
+{{- end }}

@@ -1,0 +1,197 @@
+"""Every supported shape is linted, rendered and validated strictly, on the two major versions of Helm."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from auditor.config import Config as AuditorConfig
+from services.config import build_config
+
+REPOSITORY = Path(__file__).parents[2]
+CHART = REPOSITORY / "helm" / "rl-kernel"
+SHAPES = sorted(path.stem for path in (CHART / "shapes").glob("*.yaml"))
+HELMS = [version for version in ("3", "4") if (REPOSITORY / f"build/tools/helm-{version}/helm").exists()]
+# CRD schemas of KubeRay and prometheus-operator: a folder named by CRDS, or beside the checkout.
+CRDS = next(
+    (p for p in (Path(os.environ.get("CRDS", "/nowhere")), REPOSITORY.parent / "shared/crds") if p.is_dir()), None
+)
+KUBERNETES = "1.32"
+
+pytestmark = pytest.mark.skipif(not HELMS, reason="helm is missing: make ops-tools")
+
+
+def helm(version: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(REPOSITORY / f"build/tools/helm-{version}/helm"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def rendered(version: str, shape: str, *extra: str) -> list[dict[str, Any]]:
+    done = helm(
+        version, "template", "rl", str(CHART), "-n", "rl-system", "-f", str(CHART / f"shapes/{shape}.yaml"), *extra
+    )
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    found = [document for document in documents if document["kind"] == kind]
+    assert len(found) == 1, [document["metadata"]["name"] for document in found]
+    return found[0]
+
+
+@pytest.mark.parametrize("version", HELMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_passes_strict_lint(version: str, shape: str) -> None:
+    linted = helm(version, "lint", "--strict", str(CHART), "-f", str(CHART / f"shapes/{shape}.yaml"))
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_versions_of_helm_render_the_same(shape: str) -> None:
+    first, *others = [rendered(version, shape) for version in HELMS]
+    assert all(sorted(map(str, other)) == sorted(map(str, first)) for other in others)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_core_kinds_are_valid_without_one_unknown_field(shape: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install '.[ops]'").validate
+    for document in rendered(HELMS[-1], shape):
+        if "." in document["apiVersion"].partition("/")[0] and not document["apiVersion"].endswith("k8s.io/v1"):
+            continue
+        validate(document, KUBERNETES, strict=True)
+
+
+def strict(schema: Any) -> Any:
+    """The schema with unknown fields refused where it lists the known ones."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(value) for key, value in schema.items()}
+    known = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
+    if known and "additionalProperties" not in schema and "x-kubernetes-preserve-unknown-fields" not in schema:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def crd_schemas() -> dict[tuple[str, str], Any]:
+    assert CRDS is not None
+    schemas = {}
+    for file in CRDS.glob("*.yaml"):
+        crd = yaml.load(file.read_text(), yaml.CSafeLoader)
+        for version in crd["spec"]["versions"]:
+            key = (f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"])
+            schema = strict(version["schema"]["openAPIV3Schema"])
+            schema["properties"]["metadata"] = {"type": "object"}
+            schemas[key] = schema
+    return schemas
+
+
+@pytest.mark.skipif(CRDS is None, reason="no CRD schemas: put those of KubeRay and prometheus-operator in $CRDS")
+def test_custom_resources_are_valid_by_their_own_definitions_and_a_misspelt_field_is_not() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schemas = crd_schemas()
+    seen = set()
+    for shape in SHAPES:
+        for document in rendered(HELMS[-1], shape):
+            key = (document["apiVersion"], document["kind"])
+            if key in schemas:
+                seen.add(document["kind"])
+                jsonschema.Draft202012Validator(schemas[key]).validate(document)
+    assert seen == {"RayJob", "RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
+    job = one(rendered(HELMS[-1], "rayjob-cuda"), "RayJob")
+    job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParam"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="rayStartParam"):
+        jsonschema.Draft202012Validator(schemas[job["apiVersion"], "RayJob"]).validate(job)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_configs_in_the_chart_are_ones_that_the_programs_accept(shape: str) -> None:
+    for document in rendered(HELMS[-1], shape):
+        if document["kind"] != "ConfigMap":
+            continue
+        for name, text in document["data"].items():
+            if name == "auditor.yaml":
+                AuditorConfig.model_validate(yaml.safe_load(text))
+            if name == "job.yaml":
+                build_config(yaml.safe_load(text), source=shape)
+
+
+def test_the_auditor_runs_as_nobody_on_a_root_that_it_cannot_write() -> None:
+    pod = one(rendered(HELMS[-1], "auditor"), "StatefulSet")["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")} == {
+        "/var/lib/auditor",
+        "/tmp",
+    }
+
+
+@pytest.mark.parametrize(("shape", "resource"), [("rayjob-cuda", "nvidia.com/gpu"), ("rayjob-rocm", "amd.com/gpu")])
+def test_workers_ask_for_the_gpus_of_their_maker_and_the_head_for_none(shape: str, resource: str) -> None:
+    spec = one(rendered(HELMS[-1], shape), "RayJob")["spec"]["rayClusterSpec"]
+    head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]
+    worker = spec["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    assert worker["resources"]["limits"][resource] == "4"
+    assert not any("gpu" in name for name in head["resources"]["limits"])
+    assert spec["authOptions"] == {"mode": "token"}
+    assert {port["name"] for port in head["ports"]} >= {"metrics", "as-metrics", "dash-metrics"}
+
+
+def test_the_rules_in_the_chart_are_the_rules_that_are_tested() -> None:
+    rule = one(rendered(HELMS[-1], "auditor"), "PrometheusRule")
+    text = (REPOSITORY / "deploy/prometheus/rules.yml").read_text()
+    based = text.replace("runbook_url: docs/", "runbook_url: https://example.com/rl-kernel/docs/")
+    assert rule["spec"] == yaml.safe_load(based)
+
+
+def test_every_dashboard_is_in_the_chart() -> None:
+    maps = [
+        d for d in rendered(HELMS[-1], "auditor") if d["kind"] == "ConfigMap" and "dashboard" in d["metadata"]["name"]
+    ]
+    given = {name.removeprefix("rlk-"): text for m in maps for name, text in m["data"].items()}
+    folder = REPOSITORY / "deploy/grafana/dashboards"
+    assert given.keys() == {file.name for file in folder.glob("*.json")}
+    for name, text in given.items():
+        assert text.strip() == (folder / name).read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("auditor.token.insecure=false", "auditor.token.existingSecret is empty"),
+        ("auditor.tokn.insecure=true", "tokn"),
+        ("job.kind=deployment", "kind"),
+        ("job.accelerator=tpu", "accelerator"),
+        ("auditor.config.ledger=elsewhere.db", "ledger"),
+        ("auditor.persistence.size=lots", "size"),
+        ("job.workers.gpus=0", "gpus"),
+    ],
+)
+def test_a_value_that_cannot_be_right_is_refused_by_name(setting: str, complaint: str) -> None:
+    for version in HELMS:
+        refused = helm(
+            version, "template", "rl", str(CHART), "-f", str(CHART / "shapes/minimal.yaml"), "--set", setting
+        )
+        assert refused.returncode != 0
+        assert complaint in refused.stderr
+
+
+def test_the_packaged_chart_carries_the_rules_and_dashboards_themselves(tmp_path: Path) -> None:
+    packaged = helm(HELMS[-1], "package", str(CHART), "-d", str(tmp_path))
+    assert packaged.returncode == 0, packaged.stderr
+    (archive,) = tmp_path.glob("*.tgz")
+    shape = CHART / "shapes/auditor.yaml"
+    from_archive = helm(HELMS[-1], "template", "rl", str(archive), "-n", "rl-system", "-f", str(shape))
+    documents = [document for document in yaml.safe_load_all(from_archive.stdout) if document]
+    assert sorted(map(str, documents)) == sorted(map(str, rendered(HELMS[-1], "auditor")))
