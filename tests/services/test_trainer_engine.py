@@ -1,0 +1,271 @@
+"""The trainer engine on tiny models: what it returns, that it learns, resumes to the same bits, and what it refuses."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl_kernel.contracts import model_contract
+from rl_kernel.errors import EvidenceError, ModelError
+from rl_kernel.integrations.megatron.packing import Tokens
+from rl_kernel.integrations.megatron.parallel import leave_tensor_parallel
+from rl_kernel.reference.model import Decoder
+from rl_kernel.reference.weights import weight_digest
+from services import engines
+from services.config import build_config
+from services.errors import CheckpointError, TrainingError
+from services.trainer.engine import TrainerEngine, TrainerOptions
+from services.trainer.optimizer import Schedule
+from tests.models import LLAMA, QWEN3_TIED, write_tiny_model
+from tests.services.training import OPTIONS, batch, with_rollout_logprobs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_the_process_as_it_was():
+    yield
+    leave_tensor_parallel()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), QWEN3_TIED, seed=3)
+
+
+@pytest.fixture
+def engine(folder):
+    return TrainerEngine(folder, OPTIONS)
+
+
+def digest(engine, tmp_path, name="weights"):
+    (tmp_path / name).mkdir()
+    return engine.export(tmp_path / name)
+
+
+def bits(arrays):
+    return np.concatenate(arrays).view(np.uint32)
+
+
+def scored(engine, of):
+    return engine.score([Tokens(s.rollout.prompt, s.rollout.response) for s in of.samples], 0.8)
+
+
+def test_the_first_forwards_logprobs_have_the_reference_decoders_bits(engine, folder):
+    of = batch()
+    found = engine.train(of).logprobs
+    law = Decoder.open(folder, model_contract(segments=2)).logprobs(
+        [np.array(s.rollout.prompt + s.rollout.response) for s in of.samples],
+        [len(s.rollout.prompt) for s in of.samples],
+        0.8,
+    )
+    assert [len(a) for a in found] == [len(s.rollout.response) for s in of.samples]
+    assert np.array_equal(bits(found), bits(law))
+
+
+def test_scoring_has_the_bits_of_the_first_forward(engine):
+    of = batch()
+    assert np.array_equal(bits(scored(engine, of)), bits(engine.train(of).logprobs))
+
+
+def test_on_policy_the_loss_is_minus_the_mean_advantage_over_tokens(engine):
+    of = batch()
+    of = with_rollout_logprobs(of, tuple(scored(engine, of)))
+    outcome = engine.train(of)
+    lengths = np.array([len(s.rollout.response) for s in of.samples])
+    mean = float((lengths * [s.advantage for s in of.samples]).sum() / lengths.sum())
+    assert f"{outcome.loss:.12f}" == f"{-mean:.12f}"
+    assert outcome.clip_fraction == 0
+    assert outcome.grad_norm > 0
+
+
+def test_a_supervised_objective_falls(engine):
+    # Advantage 1 on every token is maximum likelihood; on-policy ratios, so nothing is clipped.
+    of = batch(samples=3)
+    of = replace(of, samples=tuple(replace(s, advantage=1.0) for s in of.samples))
+    course = []
+    for _ in range(8):
+        logprobs = tuple(scored(engine, of))
+        course.append(float(np.mean(np.concatenate(logprobs))))
+        engine.train(with_rollout_logprobs(of, logprobs))
+    assert course == sorted(course)
+    assert course[-1] > course[0] + 1
+
+
+def test_the_micro_batch_budget_changes_no_bit_of_the_weights(folder, tmp_path):
+    found = []
+    for budget in (16, 70, 4096):
+        engine = TrainerEngine(folder, replace(OPTIONS, micro_batch_tokens=budget))
+        outcomes = [engine.train(batch(step)) for step in (0, 1)]
+        found.append((digest(engine, tmp_path, str(budget)), [(o.loss, o.grad_norm) for o in outcomes]))
+    assert found[0] == found[1] == found[2]
+
+
+def test_training_changes_the_weights_and_a_rate_of_zero_does_not(engine, folder, tmp_path):
+    start = weight_digest(folder)
+    engine.train(batch())
+    assert digest(engine, tmp_path, "trained") != start
+    still = TrainerEngine(folder, replace(OPTIONS, schedule=Schedule(peak=0.0)))
+    still.train(batch())
+    assert digest(still, tmp_path, "still") == start
+
+
+def test_two_updates_a_step_return_the_logprobs_of_the_first(engine, folder):
+    once = engine.train(batch())
+    twice = TrainerEngine(folder, replace(OPTIONS, updates_per_step=2)).train(batch())
+    assert np.array_equal(bits(once.logprobs), bits(twice.logprobs))
+    assert once.loss == twice.loss
+
+
+def test_masked_tokens_teach_nothing(engine, folder, tmp_path):
+    of = batch()
+    mask = (False,) * len(of.samples[0].rollout.response)
+    for name, advantage in (("a", 5.0), ("b", -9.0)):
+        masked = (replace(of.samples[0], mask=mask, advantage=advantage), *of.samples[1:])
+        learner = TrainerEngine(folder, OPTIONS)
+        learner.train(replace(of, samples=masked))
+        digest(learner, tmp_path, name)
+    assert weight_digest(tmp_path / "a") == weight_digest(tmp_path / "b")
+
+
+def test_what_is_exported_is_a_model_folder_with_the_digest_that_was_returned(engine, folder, tmp_path):
+    engine.train(batch())
+    assert digest(engine, tmp_path) == weight_digest(tmp_path / "weights")
+    assert (tmp_path / "weights" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    assert TrainerEngine(folder, OPTIONS).load(tmp_path / "weights") == weight_digest(tmp_path / "weights")
+
+
+def test_a_run_resumes_to_the_same_bits(engine, folder, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    engine.train(batch(0))
+    engine.save_checkpoint(checkpoint)
+    held = digest(engine, tmp_path, "held")
+    straight = engine.train(batch(1))
+    resumed_engine = TrainerEngine(folder, OPTIONS)
+    assert resumed_engine.load_checkpoint(checkpoint) == held
+    resumed = resumed_engine.train(batch(1))
+    assert np.array_equal(bits(straight.logprobs), bits(resumed.logprobs))
+    assert (straight.loss, straight.grad_norm) == (resumed.loss, resumed.grad_norm)
+    assert digest(engine, tmp_path, "straight") == digest(resumed_engine, tmp_path, "resumed")
+
+
+def test_resuming_without_the_moments_would_not_give_the_same_bits(engine, folder, tmp_path):
+    # What the test above rests on: a fresh optimizer on the same weights goes elsewhere.
+    engine.train(batch(0))
+    digest(engine, tmp_path, "held")
+    fresh = TrainerEngine(folder, OPTIONS)
+    fresh.load(tmp_path / "held")
+    engine.train(batch(1))
+    fresh.train(batch(1))
+    assert digest(engine, tmp_path, "straight") != digest(fresh, tmp_path, "fresh")
+
+
+def test_native_trains_too_and_has_other_bits(engine, folder, tmp_path):
+    native = TrainerEngine(folder, replace(OPTIONS, numerics="native"))
+    assert native.facts().contract_digest == "native"
+    assert native.evidence() is None
+    found, strict = native.train(batch()), engine.train(batch())
+    assert (bits(found.logprobs) != bits(strict.logprobs)).any()
+    assert digest(native, tmp_path) == weight_digest(tmp_path / "weights")
+
+
+def test_facts_state_contract_vocabulary_and_shards(engine):
+    facts: engines.EngineFacts = engine.facts()
+    assert facts.contract_digest == model_contract(segments=2).digest()
+    assert (facts.vocab_size, facts.padded_vocab_size, facts.vocab_shards) == (331, 384, (0, 384))
+
+
+def test_the_engine_is_what_the_loop_asks_for(engine):
+    fulfilled: engines.TrainerEngine = engine
+    for name in ("facts", "load", "train", "export", "save_checkpoint", "load_checkpoint"):
+        assert callable(getattr(fulfilled, name))
+
+
+def test_options_come_from_the_config():
+    config = build_config({"trainer": {"learning_rate": 3e-6, "clip_high": 0.28}, "numerics": {"segments": 4}})
+    options = TrainerOptions.of(config, rank=1, rendezvous="file:///x")
+    assert (options.schedule.peak, options.clip_high, options.segments, options.rank) == (3e-6, 0.28, 4, 1)
+
+
+def test_an_op_that_bypasses_the_plan_ends_the_step_with_an_error(engine):
+    engine._model.module.decoder.layers[0].mlp_bda.ops.add = lambda a, b: a + b
+    with pytest.raises(EvidenceError, match=r"residual_add\.residual_add was called"):
+        engine.train(batch())
+
+
+def test_a_batch_without_an_active_token_is_refused(engine):
+    of = batch(step=4)
+    silent = tuple(replace(s, mask=(False,) * len(s.mask)) for s in of.samples)
+    with pytest.raises(TrainingError, match="step 4: no token of the batch is active"):
+        engine.train(replace(of, samples=silent))
+
+
+def test_a_batch_of_two_temperatures_is_refused(engine):
+    mixed = replace(batch(), samples=batch().samples[:2] + batch(temperature=1.0).samples[2:])
+    with pytest.raises(TrainingError, match=r"step 0 mixes the temperatures \[0\.8, 1\.0\]"):
+        engine.train(mixed)
+
+
+def test_a_nan_from_the_rollout_is_refused_and_leaves_the_weights_alone(engine, folder, tmp_path):
+    of = batch()
+    poisoned = np.full(len(of.samples[0].rollout.response), np.nan, np.float32)
+    rest = tuple(s.rollout.logprobs for s in of.samples[1:])
+    with pytest.raises(TrainingError, match="the rollout's logprob of token 0 is nan"):
+        engine.train(with_rollout_logprobs(of, (poisoned, *rest)))
+    assert digest(engine, tmp_path) == weight_digest(folder)
+
+
+def test_weights_of_another_model_are_refused(engine, tmp_path):
+    other = write_tiny_model(tmp_path / "other", LLAMA)
+    with pytest.raises(ModelError, match="holds another model than the trainer was built for"):
+        engine.load(other)
+
+
+@pytest.fixture
+def checkpoint(engine, tmp_path):
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    engine.train(batch())
+    engine.save_checkpoint(path)
+    return path
+
+
+def test_a_checkpoint_without_a_file_is_refused(engine, checkpoint):
+    (checkpoint / "first_moments.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no 'first_moments\.model\.embed_tokens\.weight'"):
+        engine.load_checkpoint(checkpoint)
+
+
+def test_a_checkpoint_of_another_model_is_refused(checkpoint, tmp_path):
+    wider = write_tiny_model(tmp_path / "wider", replace(QWEN3_TIED, intermediate=256))
+    with pytest.raises(
+        CheckpointError, match=r"masters of .*gate_proj\.weight is F32\[224, 160\], the model needs F32\[256"
+    ):
+        TrainerEngine(wider, OPTIONS).load_checkpoint(checkpoint)
+
+
+def test_a_cut_off_checkpoint_is_refused(engine, checkpoint):
+    file = checkpoint / "second_moments.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"cannot be read: .* is cut off"):
+        engine.load_checkpoint(checkpoint)
+
+
+def test_a_checkpoint_whose_masters_were_touched_fails_its_digest(engine, checkpoint):
+    file = checkpoint / "masters.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0x40
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="its files are damaged"):
+        engine.load_checkpoint(checkpoint)
+
+
+def test_a_missing_model_and_another_architecture_are_named(folder, tmp_path):
+    with pytest.raises(ModelError, match=r"gone/config\.json does not exist"):
+        TrainerEngine(tmp_path / "gone", OPTIONS)
+    shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config | {"model_type": "mixtral"}))
+    with pytest.raises(ModelError, match="architecture 'mixtral' has no contract"):
+        TrainerEngine(tmp_path / "copy", OPTIONS)

@@ -1,0 +1,53 @@
+"""Training on two ranks gives the weights of training on one; a checkpoint goes from one to the other."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl_kernel.integrations.megatron.parallel import leave_tensor_parallel
+from rl_kernel.reference.weights import weight_digest
+from services.trainer.optimizer import AdamWOptions
+from tests.integrations.megatron.ranks import on_ranks
+from tests.models import QWEN3, write_tiny_model
+from tests.services.training import OPTIONS, train_on_rank
+
+# Clipped by norm, and with decay, so that both are tried over ranks.
+ONE = replace(OPTIONS, max_grad_norm=0.1, adamw=AdamWOptions(weight_decay=0.1))
+TWO = replace(ONE, tp_size=2, micro_batch_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Steps 0 to 2 on one rank; 0 and 1 on two ranks; and step 2 from each one's checkpoint on the other."""
+    root = tmp_path_factory.mktemp("runs")
+    model = write_tiny_model(root / "model", QWEN3, seed=2)
+    found = {"one": train_on_rank(0, "", model, [0, 1], ONE, None, root / "one")}
+    found["one, then one"] = train_on_rank(0, "", model, [2], ONE, root / "one" / "checkpoint", root / "one-one")
+    found["two"] = on_ranks(2, train_on_rank, model, [0, 1], TWO, None, root / "two")
+    found["two, then one"] = train_on_rank(0, "", model, [2], ONE, root / "two" / "checkpoint", root / "two-one")
+    leave_tensor_parallel()
+    return root, found
+
+
+def test_two_ranks_train_to_the_weights_of_one(runs):
+    root, found = runs
+    losses, logprobs, digest = found["one"]
+    for rank_losses, rank_logprobs, rank_digest in found["two"]:
+        assert rank_losses == losses
+        assert rank_digest == digest
+        assert np.array_equal(np.concatenate(rank_logprobs).view(np.uint32), np.concatenate(logprobs).view(np.uint32))
+    assert weight_digest(root / "one" / "weights") == weight_digest(root / "two" / "weights") == digest
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_on_one(runs):
+    _, found = runs
+    assert found["two, then one"][0] == found["one, then one"][0]
+    assert found["two, then one"][2] == found["one, then one"][2] != found["one"][2]
+
+
+def test_checkpoints_of_one_and_two_ranks_are_the_same_bytes(runs):
+    root, _ = runs
+    for name in ("masters", "first_moments", "second_moments"):
+        one, two = ((root / ranks / "checkpoint" / f"{name}.safetensors").read_bytes() for ranks in ("one", "two"))
+        assert one == two
