@@ -22,7 +22,7 @@ from services.referee import AuditorAddress, OwnAuditor, wait_until_ready
 from services.report import Report, StepLine
 from services.run_folder import Checkpoint, RunFolder
 from services.summary import Summary
-from services.tasks import make_task
+from services.tasks import Task, make_task
 from services.verdicts import AuditorApi, Verdicts
 from services.weights import WeightStore, confirm
 
@@ -59,13 +59,14 @@ class Run:
 def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
     """Run `config`, or go on with `resume`; print as it goes; return the exit code. model: a checked model folder."""
     began = time.monotonic()
+    task = make_task(config, model)
     start = resume.newest_checkpoint() if resume else None
     folder = resume or RunFolder.create(config)
     memory = PeakMemory()
     with Report(config.run.steps, start.next_step if start else 0) as report, ExitStack() as stack:
         report.say(f"run {folder.run_id} in {folder.path}")
         auditor, address = _auditor(config, folder, stack, report)
-        run = _open(config, model, folder, start, address, stack, report)
+        run = _open(config, model, task, folder, start, address, stack, report)
         weights = _first_weights(run, model)
         setup_seconds = time.monotonic() - began
         lines = _train(run, weights)
@@ -73,6 +74,10 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
         alert = mismatch_alert(run.api.metrics(), folder.run_id)
         verdicts = [run.api.step(line.result.step) or Verdicts() for line in lines]
         report.waiting("stopping")
+        if lines and total.settled and total.by_verdict.keys() == {"match"}:
+            # Nobody has anything left to look up in the older ones.
+            newest = lines[-1].result.weights.version
+            run.store.prune(newest, oldest_needed=newest, keep=1)
     summary = Summary(
         run_id=folder.run_id,
         numerics=config.numerics.mode,
@@ -114,6 +119,7 @@ def _auditor(
 def _open(
     config: Config,
     model: Path,
+    task: Task,
     folder: RunFolder,
     start: Checkpoint | None,
     address: AuditorAddress,
@@ -145,7 +151,7 @@ def _open(
     rollout.wait()
     trainer.wait()
     store = WeightStore(_weights_root(config, folder), config.weights.keep)
-    parts = Parts(make_task(config, model), rollout, trainer, store)
+    parts = Parts(task, rollout, trainer, store)
     api = AuditorApi(address.http, folder.run_id, config.auditor.token_file)
     return Run(config, folder, start, report, api, store, rollout, trainer, parts)
 

@@ -29,7 +29,6 @@ from services.run_folder import RunFolder
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job that the command line describes; return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _run(_parse(arguments))
     except (ServicesError, RlKernelError) as error:
@@ -86,4 +85,5 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())

@@ -85,11 +85,11 @@ class WeightStore:
             raise PublishError(f"{folder} says that it is version {weights.version}")
         return weights
 
-    def prune(self, newest: int, oldest_needed: int) -> None:
-        """Remove versions that are neither among the newest `keep` nor needed, as the auditor's queue may be."""
+    def prune(self, newest: int, oldest_needed: int, keep: int | None = None) -> None:
+        """Remove versions that are neither among the newest `keep` (default: the store's) nor needed by the auditor."""
         for folder in self.root.glob("v*"):
             version = int(folder.name[1:])
-            if version <= newest - self.keep and version < oldest_needed:
+            if version <= newest - (keep or self.keep) and version < oldest_needed:
                 shutil.rmtree(folder)
 
     def folder(self, version: int) -> Path:

@@ -1,0 +1,68 @@
+"""What a user's mistake looks like: one line, exit code 2, no traceback, and nothing started."""
+
+import socket
+
+import pytest
+import yaml
+
+from services import job
+from services.main import main
+from tests.models import write_tiny_model
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    tree = {
+        "run": {"directory": str(tmp_path / "runs")},
+        "model": {"path": str(write_tiny_model(tmp_path / "model"))},
+        "task": {"name": "tokens"},
+    }
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--set", "rollout.tpsize=2"], "unknown key 'rollout.tpsize'; the nearest known key is 'rollout.tp_size'"),
+        (["--set", "model.path=gpt-5"], "model 'gpt-5' is neither a folder with a config.json nor a packaged model"),
+        (["--set", "rollout.tp_size=3"], "does not divide the model's 4 attention heads; use 1 or 2"),
+        (["--set", "task.name=arithmetic"], "a model without a tokenizer can do 'tokens'"),
+        (["--resume", "yesterday"], "--resume goes on with the run's own config; leave out --config"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_would_be_right(config_file, capsys, arguments, says):
+    assert main(["--config", str(config_file), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert says in error
+
+
+def test_a_run_that_is_not_there_cannot_be_resumed(tmp_path, capsys):
+    assert main(["--resume", "yesterday", "--set", f"run.directory={tmp_path}"]) == 2
+    assert "no run 'yesterday'" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_named(config_file, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["--config", str(config_file), "--set", f"auditor.grpc_port={port}"]) == 2
+    assert f"port {port} is in use" in capsys.readouterr().err
+
+
+def test_an_auditor_that_does_not_answer_is_named_before_anything_is_started(config_file, capsys, monkeypatch):
+    monkeypatch.setattr(job, "_READY_SECONDS", 0.3)
+    away = ["--set", "auditor.grpc=127.0.0.1:1", "--set", "auditor.http=http://127.0.0.1:1"]
+    assert main(["--config", str(config_file), *away]) == 2
+    assert "the auditor at http://127.0.0.1:1 is not ready" in capsys.readouterr().err
+
+
+def test_help_lists_every_key(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    assert "trainer.learning_rate" in capsys.readouterr().out

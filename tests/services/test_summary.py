@@ -1,0 +1,103 @@
+"""What a run's end says: the keys of summary.json, and when a strict run may not be called clean."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from auditor.client import Counts
+from services.alert import NAME, SEVERITY, mismatch_alert
+from services.loop import StepResult
+from services.memory import Usage
+from services.records import TrainOutcome, WeightVersion
+from services.report import StepLine
+from services.summary import Summary
+from services.verdicts import Verdicts
+
+CLEAN = Verdicts(
+    samples=4, compared_tokens=9, recomputed_tokens=3, by_verdict={"match": 4}, by_reference={"done": 1, "not_asked": 3}
+)
+
+
+def _summary(total=CLEAN, numerics="strict", samples=4):
+    outcome = TrainOutcome(logprobs=(), loss=0.5, grad_norm=1.0, clip_fraction=0.0)
+    step = StepResult(0, 0.25, 9, outcome, WeightVersion(2, "ab", Path()), {"rollout": 1.0, "train": 2.0})
+    return Summary(
+        run_id="r",
+        numerics=numerics,
+        steps=[step],
+        verdicts=[total],
+        total=total,
+        samples=samples,
+        records=Counts(accepted=8),
+        setup_seconds=3.0,
+        total_seconds=9.0,
+        peak=Usage(2**30, {"trainer": 2**30}),
+        auditor_restarts=0,
+    )
+
+
+def test_the_summary_has_the_promised_keys(tmp_path):
+    _summary().write(tmp_path)
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["numerics"] == "strict"
+    assert found["steps"] == 1
+    assert found["compared_tokens"] == 9
+    assert found["mismatched_tokens"] == 0
+    assert found["max_abs_diff"] == 0
+    assert found["recomputed_tokens"] == 3
+    assert found["recomputed_mismatched"] == 0
+    assert found["not_comparable_samples"] == 0
+    assert found["reward_per_step"] == [0.25]
+    assert found["seconds_by_phase"] == {"rollout": 1.0, "train": 2.0}
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_a_clean_strict_run_has_no_fault():
+    assert _summary().faults() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mismatched_tokens": 1, "by_verdict": {"match": 3, "mismatch": 1}}, "1 tokens differ between"),
+        ({"recomputed_mismatched": 2}, "2 tokens differ from the reference"),
+        (
+            {"by_verdict": {"match": 3, "not_comparable": 1}, "by_condition": {"weights": 1}},
+            "not comparable: 1 weights",
+        ),
+        ({"compared_tokens": 0, "by_verdict": {}}, "nothing was compared"),
+        ({"by_verdict": {"match": 3, "pending": 1}}, "only 3 of 4 samples were compared"),
+        ({"by_reference": {"done": 1, "failed": 2}}, "2 samples could not be recomputed"),
+    ],
+)
+def test_a_strict_run_that_cannot_prove_itself_is_not_clean(changes, says):
+    values = {name: getattr(CLEAN, name) for name in CLEAN.__slots__}
+    total = Verdicts(**{**values, **changes})
+    assert any(says in fault for fault in _summary(total).faults())
+    assert _summary(total, numerics="native").faults() == []
+
+
+def test_samples_that_never_reached_the_auditor_are_missed():
+    assert _summary(samples=5).faults() == ["only 4 of 5 samples were compared"]
+
+
+def test_a_step_line_says_when_the_auditor_is_silent():
+    step = _summary().steps[0]
+    assert "the auditor does not answer; records wait in the spool" in str(StepLine(step, None))
+    assert "4 match" in str(StepLine(step, CLEAN))
+
+
+def test_the_alert_is_the_rule_s_own_text_and_is_silent_about_other_runs():
+    metrics = (
+        'auditor_mismatched_tokens_total{run_id="r",side="pair"} 3.0\n'
+        'auditor_mismatched_tokens_total{run_id="r",side="trainer"} 2.0\n'
+        'auditor_mismatched_tokens_total{run_id="other",side="pair"} 7.0\n'
+    )
+    rules = yaml.safe_load(Path("deploy/prometheus/rules.yml").read_text())
+    (rule,) = [r for g in rules["groups"] for r in g["rules"] if r.get("alert") == NAME]
+    text = rule["annotations"]["summary"].replace("{{ $labels.run_id }}", "r").replace("{{ $value }}", "5")
+    assert mismatch_alert(metrics, "r") == f"alert {NAME} ({SEVERITY}): {text}"
+    assert rule["labels"]["severity"] == SEVERITY
+    assert mismatch_alert(metrics, "silent") is None
