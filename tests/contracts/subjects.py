@@ -21,9 +21,8 @@ from rl_kernel.reference.ops import F32, I32, I64, Bits, Reference
 class ReferenceSubject:
     """The reference itself."""
 
-    name = "reference"
-
     def __init__(self, profile: str = "portable") -> None:
+        self.name = f"reference-{profile}"
         self.law = Reference.of(model_contract(profile))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
