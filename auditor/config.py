@@ -18,7 +18,7 @@ class Config(BaseModel):
 
     grpc: Annotated[str, Field(description="host:port for records; port 0 takes a free one")] = "127.0.0.1:50051"
     http: Annotated[str, Field(description="host:port for API, page and metrics")] = "127.0.0.1:9464"
-    ledger: Annotated[str, Field(description="file of the ledger")] = "auditor.db"
+    ledger: Annotated[str, Field(description="file of the ledger, or a postgresql:// URL")] = "auditor.db"
     weights_root: Annotated[
         Path | None, Field(description="folder with v000001, v000002, …; without it nothing is recomputed")
     ] = None
@@ -106,7 +106,7 @@ def _check_paths(config: Config) -> None:
         if not token:
             raise ConfigError(f"token_file {config.token_file} is empty; it holds the bearer token")
     folder = Path(config.ledger).parent
-    if not folder.is_dir():
+    if "://" not in config.ledger and not folder.is_dir():
         raise ConfigError(f"ledger {config.ledger}: folder {folder} does not exist")
 
 

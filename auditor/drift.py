@@ -7,7 +7,7 @@ is None, never zero.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import numpy as np
@@ -53,19 +53,20 @@ class DriftSums:
 
     def __add__(self, other: "DriftSums") -> "DriftSums":
         merged: dict[str, Any] = {}
-        for field in fields(self):
-            ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name in _MAXIMA:
-                merged[field.name] = max(ours, theirs)
-            elif field.name in _MINIMA:
-                merged[field.name] = min(ours, theirs)
+        for name in self.__slots__:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if name in _MAXIMA:
+                merged[name] = max(ours, theirs)
+            elif name in _MINIMA:
+                merged[name] = min(ours, theirs)
             else:
-                merged[field.name] = ours + theirs
+                merged[name] = ours + theirs
         return DriftSums(**merged)
 
     def to_json(self) -> dict[str, float | int | None]:
         """As JSON values; an infinite extremum becomes None."""
-        return {k: (v if math.isfinite(v) else None) for k, v in asdict(self).items()}
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "DriftSums":

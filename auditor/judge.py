@@ -1,7 +1,7 @@
 """From a comparison, and the reference where it was run, to a verdict and the side that is wrong."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -86,7 +86,7 @@ class Judgement:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:

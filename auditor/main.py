@@ -33,7 +33,7 @@ from auditor.pipeline import Incoming, Pipeline, Receipt, Refused
 from auditor.recompute import RecomputePool
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
 from auditor.sampling import Rate
-from auditor.storage.database import SqliteDatabase
+from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
 from auditor.writer import Writer
@@ -53,12 +53,12 @@ class Auditor:
             raise
 
     def _start(self, config: Config) -> None:
-        path = Path(config.ledger)
-        ledger = Ledger(SqliteDatabase(path, writer=True))
+        ledger = Ledger(open_database(config.ledger, writer=True))
         self._parts.callback(ledger.close)
-        self._reader = Reader(lambda: SqliteDatabase(path, writer=False))
+        self._reader = Reader(lambda: open_database(config.ledger, writer=False))
         self._board = Board.rebuilt(ledger.counters(), self._reader, config.shown_runs)
-        self._writer = Writer(ledger, self._board.add, config.write_queue)
+        self._ledger = ledger
+        self._writer = Writer(ledger, self._board.add, self._recover, config.write_queue)
         self._parts.callback(self._writer.close)
         self._pool = self._start_pool(config)
         contracts = known_contracts()
@@ -84,13 +84,22 @@ class Auditor:
         server, port = start_server(AuditService(self._accept, limits, token), f"{host}:{port}", limits, None)
         self._parts.callback(lambda: server.stop(grace=5).wait())
         self.addresses = {"grpc": f"{host}:{port}", "http": http}
-        if self._pool is not None:
-            for key, urgent in self._reader.queued():
-                self._pool.put(key, urgent)
+        self._requeue()
 
     def close(self) -> None:
         """Stop taking records, write what was taken, let go of everything. In reverse order of the start."""
         self._parts.close()
+
+    def _recover(self) -> None:
+        """After a commit of which nobody knows whether it happened."""
+        self._board.replace_counters(self._ledger.counters())
+        self._requeue()
+
+    def _requeue(self) -> None:
+        """Take up what the ledger says is queued; what is recomputed twice is recorded once."""
+        if self._pool is not None:
+            for key, urgent in self._reader.queued():
+                self._pool.put(key, urgent)
 
     def _accept(self, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         with self._metrics.receipt_seconds.time():

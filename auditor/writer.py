@@ -23,12 +23,17 @@ class _Task:
 class Writer:
     """Runs pieces of work inside transactions of the ledger, several a transaction, each undone alone where it raises.
 
-    on_commit: given the counters that became durable. capacity: work that may wait before `submit` says no.
+    on_commit: given the counters that became durable. on_recovery: called at the first commit after a failed one, which
+    may have become durable although it failed. capacity: work that may wait before `submit` says no.
     """
 
-    def __init__(self, ledger: Ledger, on_commit: Callable[[Counts], None], capacity: int) -> None:
+    def __init__(
+        self, ledger: Ledger, on_commit: Callable[[Counts], None], on_recovery: Callable[[], None], capacity: int
+    ) -> None:
         self._ledger = ledger
         self._on_commit = on_commit
+        self._on_recovery = on_recovery
+        self._uncertain = False
         self._queue: queue.Queue[_Task | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._run, name="ledger-writer")
         self._thread.start()
@@ -76,10 +81,15 @@ class Writer:
                 for task in group:
                     results.append((task, *self._attempt(unit, task)))
         except LedgerError as error:
+            self._uncertain = True
             for task in group:
                 task.future.set_exception(error)
             return
-        self._on_commit(unit.counts)
+        if self._uncertain:
+            self._on_recovery()
+            self._uncertain = False
+        else:
+            self._on_commit(unit.counts)
         for call in unit.after_commit:
             call()
         for task, value, failure in results:

@@ -66,6 +66,11 @@ class Board:
             for key, value in counts.items():
                 self._counters[key] += value
 
+    def replace_counters(self, counts: Counts) -> None:
+        """Take every counter as the ledger has it, where it is not known what became durable."""
+        with self._lock:
+            self._counters = defaultdict(float, counts)
+
     def step_changed(self, run_id: str, step: int, totals: Totals, gained: Totals) -> None:
         """Take in a step's new totals."""
         with self._lock:

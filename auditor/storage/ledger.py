@@ -156,18 +156,20 @@ class Ledger:
         self._database = database
         self._clock = clock
         migrate(database)
-        self._tail = self._read_tail()
+        # None: unknown, for a commit failed and may have happened all the same; it is read again.
+        self._tail: tuple[int, bytes] | None = None
 
     @contextmanager
     def transaction(self) -> Iterator[Unit]:
         """Everything in the block becomes durable at its end, or nothing does."""
-        unit = Unit(self._database, self._tail, self._clock())
         self._database.run("BEGIN")
         try:
+            unit = Unit(self._database, self._tail or self._read_tail(), self._clock())
             yield unit
             unit.flush_counts()
             self._database.run("COMMIT")
         except BaseException:
+            self._tail = None
             self._rollback()
             raise
         self._tail = unit.tail

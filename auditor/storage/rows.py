@@ -1,7 +1,7 @@
 """What the ledger says of runs, steps and samples: the rows that readers get."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from auditor.drift import DriftSums
@@ -56,7 +56,7 @@ class Totals:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {**asdict(self), "drift": self.drift.to_json()}
+        return {**{name: getattr(self, name) for name in self.__slots__}, "drift": self.drift.to_json()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:

@@ -2,7 +2,8 @@
 
 `entries` is append-only and chained; `records` and `verdicts` hold what it is about. `samples`, `steps`, `runs` and
 `counters` are the present state, kept in the same transactions, so that no read has to add up history.
-Types are written as {blob}, {real} and {integer}, which each database spells in its own way.
+Types are written as {blob}, {real}, {integer} and {name} (text ordered by its bytes), which each database spells in its
+own way.
 """
 
 from typing import Final
@@ -10,31 +11,31 @@ from typing import Final
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     (
         """CREATE TABLE entries (
-            seq {integer} PRIMARY KEY, kind TEXT NOT NULL, run_id TEXT NOT NULL, step {integer} NOT NULL,
-            sample_id TEXT NOT NULL, digest {blob} NOT NULL, hash {blob} NOT NULL)""",
+            seq {integer} PRIMARY KEY, kind TEXT NOT NULL, run_id {name} NOT NULL, step {integer} NOT NULL,
+            sample_id {name} NOT NULL, digest {blob} NOT NULL, hash {blob} NOT NULL)""",
         """CREATE TABLE records (
-            seq {integer} PRIMARY KEY, run_id TEXT NOT NULL, step {integer} NOT NULL, sample_id TEXT NOT NULL,
+            seq {integer} PRIMARY KEY, run_id {name} NOT NULL, step {integer} NOT NULL, sample_id {name} NOT NULL,
             side TEXT NOT NULL, digest {blob} NOT NULL, payload {blob}, received_at {real} NOT NULL)""",
         "CREATE UNIQUE INDEX records_by_sample ON records (run_id, step, sample_id, side)",
         """CREATE TABLE verdicts (
-            seq {integer} PRIMARY KEY, run_id TEXT NOT NULL, step {integer} NOT NULL, sample_id TEXT NOT NULL,
+            seq {integer} PRIMARY KEY, run_id {name} NOT NULL, step {integer} NOT NULL, sample_id {name} NOT NULL,
             body TEXT NOT NULL)""",
         """CREATE TABLE samples (
-            run_id TEXT NOT NULL, step {integer} NOT NULL, sample_id TEXT NOT NULL, verdict TEXT NOT NULL,
+            run_id {name} NOT NULL, step {integer} NOT NULL, sample_id {name} NOT NULL, verdict TEXT NOT NULL,
             reference TEXT NOT NULL, body TEXT NOT NULL, PRIMARY KEY (run_id, step, sample_id))""",
         "CREATE INDEX samples_by_verdict ON samples (run_id, verdict, step)",
         "CREATE INDEX samples_by_reference ON samples (reference) WHERE reference = 'queued'",
         """CREATE TABLE steps (
-            run_id TEXT NOT NULL, step {integer} NOT NULL, mismatches {integer} NOT NULL, pending {integer} NOT NULL,
+            run_id {name} NOT NULL, step {integer} NOT NULL, mismatches {integer} NOT NULL, pending {integer} NOT NULL,
             body TEXT NOT NULL, PRIMARY KEY (run_id, step))""",
         """CREATE TABLE reference_logprobs (
-            run_id TEXT NOT NULL, step {integer} NOT NULL, sample_id TEXT NOT NULL, payload {blob} NOT NULL,
+            run_id {name} NOT NULL, step {integer} NOT NULL, sample_id {name} NOT NULL, payload {blob} NOT NULL,
             PRIMARY KEY (run_id, step, sample_id))""",
         """CREATE TABLE sides (
-            run_id TEXT NOT NULL, side TEXT NOT NULL, newest_step {integer} NOT NULL, last_at {real} NOT NULL,
+            run_id {name} NOT NULL, side TEXT NOT NULL, newest_step {integer} NOT NULL, last_at {real} NOT NULL,
             PRIMARY KEY (run_id, side))""",
         """CREATE TABLE runs (
-            run_id TEXT PRIMARY KEY, first_at {real} NOT NULL, last_at {real} NOT NULL, body TEXT NOT NULL)""",
+            run_id {name} PRIMARY KEY, first_at {real} NOT NULL, last_at {real} NOT NULL, body TEXT NOT NULL)""",
         """CREATE TABLE counters (
             name TEXT NOT NULL, labels TEXT NOT NULL, value {real} NOT NULL, PRIMARY KEY (name, labels))""",
     ),

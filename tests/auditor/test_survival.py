@@ -14,7 +14,7 @@ from auditor.proto import audit_pb2 as pb
 from auditor.proto.audit_pb2_grpc import AuditServiceStub
 from auditor.spool import Spool
 from auditor.storage.chain import verify
-from auditor.storage.database import SqliteDatabase
+from auditor.storage.sqlite import SqliteDatabase
 from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import RESPONSE, one_ulp_off, pair
 

@@ -1,0 +1,121 @@
+"""Put load on a running auditor and measure it: `python -m auditor.load --address HOST:PORT`.
+
+Sends pairs of records of `--tokens` response tokens each, whose bits agree, in batches over `--streams` streams, as
+fast as receipts come back. Prints token pairs a second and the latency from a batch to its receipts.
+"""
+
+import argparse
+import json
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+
+from auditor.client import MAX_MESSAGE_BYTES
+from auditor.codec import to_wire
+from auditor.contracts import known_contracts
+from auditor.proto import audit_pb2 as pb
+from auditor.proto.audit_pb2_grpc import AuditServiceStub
+from auditor.records import Environment, Layout, Positions, RolloutRecord, Sampling, TrainerRecord
+
+_PROMPT = 64
+_VOCAB = 32_768
+
+
+def main(arguments: list[str]) -> int:
+    """Run the load; the exit code is 1 where a record was not accepted."""
+    parser = argparse.ArgumentParser(prog="python -m auditor.load", description=__doc__)
+    parser.add_argument("--address", required=True, help="host:port of the auditor's gRPC")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8, help="samples a batch, two records each")
+    parser.add_argument("--tokens", type=int, default=4096, help="response tokens a record")
+    parser.add_argument("--samples-per-step", type=int, default=512)
+    parser.add_argument("--run", default="load")
+    given = parser.parse_args(arguments)
+    latencies: list[float] = []
+    failures: list[str] = []
+    threads = [
+        threading.Thread(target=_stream, args=(given, i, latencies, failures), name=f"stream-{i}")
+        for i in range(given.streams)
+    ]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.monotonic() - started
+    pairs = len(latencies) * given.batch * given.tokens
+    p50, p99 = (float(np.quantile(latencies, q)) * 1e3 for q in (0.5, 0.99)) if latencies else (0.0, 0.0)
+    print(json.dumps({
+        "token_pairs_per_second": round(pairs / seconds),
+        "samples": len(latencies) * given.batch,
+        "seconds": round(seconds, 2),
+        "receipt_p50_ms": round(p50, 1),
+        "receipt_p99_ms": round(p99, 1),
+        "failures": failures[:3],
+    }))  # fmt: skip
+    return 1 if failures or not latencies else 0
+
+
+def _stream(given: Any, number: int, latencies: list[float], failures: list[str]) -> None:
+    channel = grpc.insecure_channel(given.address, (("grpc.max_send_message_length", MAX_MESSAGE_BYTES),))
+    submit = AuditServiceStub(channel).Submit
+    rollout, trainer = _records(given.run, given.tokens, number)
+    deadline = time.monotonic() + given.seconds
+    sent = 0
+    while time.monotonic() < deadline and not failures:
+        request = _batch(given, number, sent, rollout, trainer)
+        sent += given.batch
+        begun = time.monotonic()
+        try:
+            receipts = submit(request, timeout=60).receipts.receipts
+        except grpc.RpcError as error:
+            failures.append(f"{error.code()}: {error.details()}")
+            return
+        latencies.append(time.monotonic() - begun)
+        failures += [f"{r.code}: {r.detail}" for r in receipts if r.outcome != pb.OUTCOME_ACCEPTED]
+    channel.close()
+
+
+def _batch(given: Any, number: int, sent: int, rollout: pb.Record, trainer: pb.Record) -> pb.SubmitRequest:
+    """The same arrays under new names: what is measured is the auditor, not the making of records."""
+    batch = pb.Batch()
+    for i in range(sent, sent + given.batch):
+        for template, name in ((rollout, "rollout"), (trainer, "trainer")):
+            record = batch.records.add()
+            record.CopyFrom(template)
+            common = getattr(record, name).common
+            common.step, common.sample_id = i // given.samples_per_step, f"{number}-{i}"
+    return pb.SubmitRequest(batch=batch)
+
+
+def _records(run_id: str, tokens: int, seed: int) -> tuple[pb.Record, pb.Record]:
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, _VOCAB, _PROMPT + tokens).astype(np.uint32)
+    common: dict[str, Any] = {
+        "run_id": run_id,
+        "step": 0,
+        "sample_id": "0",
+        "prompt_len": _PROMPT,
+        "logprobs": -random.exponential(1.0, tokens).astype(np.float32),
+        "mask": np.ones(tokens, np.bool_),
+        "sampling": Sampling(seed=seed),
+        "weight_version": 1,
+        "weight_digest": "00" * 32,
+        "contract_digest": next(iter(known_contracts())),
+        "environment": Environment("load", "fma32", "00" * 32),
+        "layout": Layout(1, 1, _VOCAB, _VOCAB, (0, _VOCAB)),
+        "positions": Positions("00" * 32),
+    }
+    rollout = RolloutRecord(engine_id="load", tokens=ids, **common)
+    trainer = TrainerRecord(trainer_id="load", token_count=len(ids), tokens=ids, **common)
+    return to_wire(rollout), to_wire(replace(trainer, tokens=None))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

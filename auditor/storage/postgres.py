@@ -1,0 +1,88 @@
+"""A ledger in a PostgreSQL database, by URL. One writer, by an advisory lock that dies with its connection."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final
+
+from auditor.errors import ConfigError, LedgerError
+from auditor.storage.database import Row
+
+try:
+    import psycopg
+except ImportError as error:
+    raise ConfigError("a postgresql:// ledger needs psycopg: install the extra `postgres`") from error
+
+_WRITER_LOCK: Final = 0x61756469746F72  # "auditor"
+
+
+class PostgresDatabase:
+    """A connection. writer: takes the lock and may write.
+
+    A connection that was lost is made again at the next BEGIN, or at the next statement of a reader; what was in
+    flight fails. The URL may hold a password and is in no message.
+    """
+
+    types: ClassVar[Mapping[str, str]] = {
+        "blob": "BYTEA",
+        "real": "DOUBLE PRECISION",
+        "integer": "BIGINT",
+        "name": 'TEXT COLLATE "C"',
+    }
+
+    def __init__(self, url: str, writer: bool) -> None:
+        self._url = url
+        self._writer = writer
+        self._connection = self._connect()
+
+    def all(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
+        """Run one statement and return its rows."""
+        with self._translated():
+            return self._ready(sql).execute(_marks(sql), arguments).fetchall()
+
+    def run(self, sql: str, arguments: Sequence[Any] = ()) -> int:
+        """Run one statement; the number of rows that it changed."""
+        with self._translated():
+            return self._ready(sql).execute(_marks(sql), arguments).rowcount
+
+    def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Run one statement for each of `rows`."""
+        with self._translated(), self._connection.cursor() as cursor:
+            cursor.executemany(_marks(sql), rows)
+
+    def size_bytes(self) -> int:
+        """Bytes of the whole database."""
+        return int(self.all("SELECT pg_database_size(current_database())")[0][0])
+
+    def close(self) -> None:
+        """Let go of the connection, and with it of the lock."""
+        self._connection.close()
+
+    def _ready(self, sql: str) -> "psycopg.Connection[Row]":
+        """The connection, made again where it was lost and nothing is in flight on it."""
+        if self._connection.closed and (sql == "BEGIN" or not self._writer):
+            self._connection = self._connect()
+        return self._connection
+
+    def _connect(self) -> "psycopg.Connection[Row]":
+        with self._translated():
+            connection = psycopg.connect(self._url, autocommit=True, connect_timeout=5)
+            if self._writer:
+                row = connection.execute("SELECT pg_try_advisory_lock(%s)", (_WRITER_LOCK,)).fetchone()
+                if row is None or not row[0]:
+                    connection.close()
+                    raise ConfigError(
+                        "the PostgreSQL ledger is in use by another auditor; stop it or use another database"
+                    )
+            return connection
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.Error as error:
+            raise LedgerError(f"PostgreSQL ledger: {' '.join(str(error).split())}") from error
+
+
+def _marks(sql: str) -> Any:
+    """Psycopg writes arguments as %s; no statement of the ledger holds a question mark or a percent sign otherwise."""
+    return sql.replace("?", "%s")

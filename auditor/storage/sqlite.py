@@ -1,0 +1,82 @@
+"""A ledger in one SQLite file, in WAL mode, with a lock beside it so that there is one writer."""
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from auditor.errors import ConfigError, LedgerError
+from auditor.storage.database import Row
+
+
+class SqliteDatabase:
+    """A connection. writer: takes the lock and may write; otherwise the file must be there and is only read."""
+
+    types: ClassVar[Mapping[str, str]] = {"blob": "BLOB", "real": "REAL", "integer": "INTEGER", "name": "TEXT"}
+
+    def __init__(self, path: Path, writer: bool) -> None:
+        self._path = path
+        self._lock = _lock(path) if writer else None
+        with self._translated():
+            mode = "rwc" if writer else "ro"
+            self._connection = sqlite3.connect(
+                f"{path.absolute().as_uri()}?mode={mode}",
+                uri=True,
+                isolation_level=None,
+                check_same_thread=False,
+                timeout=10,
+            )
+            if writer:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                # A commit must survive a power cut, for it is acknowledged; NORMAL would not sync the WAL.
+                self._connection.execute("PRAGMA synchronous = FULL")
+                self._connection.execute("PRAGMA wal_autocheckpoint = 4000")
+
+    def all(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
+        """Run one statement and return its rows."""
+        with self._translated():
+            return self._connection.execute(sql, arguments).fetchall()
+
+    def run(self, sql: str, arguments: Sequence[Any] = ()) -> int:
+        """Run one statement; the number of rows that it changed."""
+        with self._translated():
+            return self._connection.execute(sql, arguments).rowcount
+
+    def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Run one statement for each of `rows`."""
+        with self._translated():
+            self._connection.executemany(sql, rows)
+
+    def size_bytes(self) -> int:
+        """Bytes of the file and its write-ahead log."""
+        files = (self._path, self._path.with_name(self._path.name + "-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def close(self) -> None:
+        """Let go of the file and the lock."""
+        self._connection.close()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise LedgerError(f"ledger {self._path}: {error}") from error
+
+
+def _lock(path: Path) -> int:
+    try:
+        descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"ledger {path}: {error.strerror}; give a path in a folder that can be written") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"ledger {path} is in use by another auditor; stop it or choose another path") from None
+    return descriptor

@@ -1,0 +1,228 @@
+"""What every ledger keeps to, over SQLite and a real PostgreSQL alike."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from auditor.codec import encode
+from auditor.contracts import known_contracts
+from auditor.errors import ChainError, ConfigError, ConflictError, LedgerError, NotFoundError
+from auditor.export.board import Board
+from auditor.judge import Reference, ReferenceLogprobs, Verdict
+from auditor.pipeline import Incoming, Pipeline
+from auditor.records import SampleKey
+from auditor.sampling import Rate
+from auditor.storage.chain import verify
+from auditor.storage.database import Database, open_database
+from auditor.storage.ledger import Ledger, Stored
+from auditor.storage.reader import Reader
+from tests.auditor.postgres_server import PostgresServer
+from tests.auditor.samples import RESPONSE, one_ulp_off, pair
+
+Open = Callable[[bool], Database]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens the same fresh database again and again."""
+    if request.param == "sqlite":
+        return lambda writer: open_database(str(tmp_path / "ledger.db"), writer)
+    server: PostgresServer = request.getfixturevalue("postgres")
+    server.fresh_database()
+    return lambda writer: open_database(server.url, writer)
+
+
+def pipeline(board: Board | None = None, queue: list[SampleKey] | None = None) -> Pipeline:
+    recompute = None if queue is None else lambda key, urgent: queue.append(key)
+    return Pipeline(known_contracts(), Rate(1.0), board or Board(), recompute)
+
+
+def receive(ledger: Ledger, flow: Pipeline, *samples: int) -> list[str]:
+    batch = []
+    for i in samples:
+        rollout, trainer = pair(str(i), step=i // 4)
+        trainer = one_ulp_off(trainer) if i % 10 == 3 else trainer
+        batch += [Incoming(record, encode(record)) for record in (rollout, trainer)]
+    with ledger.transaction() as unit:
+        outcomes = [receipt.outcome for receipt in flow.receive(unit, batch)]
+    for call in unit.after_commit:
+        call()
+    return outcomes
+
+
+def test_a_record_is_stored_once_and_a_different_one_is_a_conflict(connect: Open) -> None:
+    ledger, key = Ledger(connect(True)), SampleKey("run", 0, "a")
+    with ledger.transaction() as unit:
+        assert unit.add_record(key, "rollout", b"one") is Stored.ACCEPTED
+        assert unit.add_record(key, "rollout", b"one") is Stored.DUPLICATE
+        with pytest.raises(ConflictError, match="a different rollout record"):
+            unit.add_record(key, "rollout", b"two")
+        assert unit.add_record(key, "trainer", b"two") is Stored.ACCEPTED
+    assert (unit.payload(key, "rollout"), unit.payload(key, "trainer")) == (b"one", b"two")
+    ledger.close()
+
+
+def test_what_is_written_is_read_by_somebody_else(connect: Open) -> None:
+    ledger = Ledger(connect(True))
+    receive(ledger, pipeline(), *range(8))
+    reader = Reader(lambda: connect(False))
+    (run,) = reader.runs(10)
+    assert (run.run_id, run.steps, run.first_step, run.last_step, run.totals.samples) == ("run", 2, 0, 1, 8)
+    assert run.totals.compared_tokens == 8 * RESPONSE
+    assert [row.step for row in reader.steps("run", 0, 9, True, 10)] == [0]
+    assert [row.key.sample_id for row in reader.samples("run", 1, "4", 2, None)] == ["5", "6"]
+    assert reader.sample(SampleKey("run", 0, "3")).judgement.verdict is Verdict.MISMATCH
+    assert [r.key.sample_id for r in reader.samples("run", 0, "", 9, Verdict.MISMATCH)] == ["3"]
+    assert {side for _, side, _, _ in reader.sides()} == {"rollout", "trainer"}
+    assert reader.size_bytes() > 0
+    for missing in (
+        lambda: reader.run("none"),
+        lambda: reader.step("run", 9),
+        lambda: reader.sample(SampleKey("run", 0, "x")),
+    ):
+        with pytest.raises(NotFoundError):
+            missing()
+    ledger.close()
+
+
+def test_a_block_that_raises_leaves_nothing_behind(connect: Open) -> None:
+    ledger = Ledger(connect(True))
+    receive(ledger, pipeline(), 0)
+    before = ledger.counters()
+    with pytest.raises(ZeroDivisionError), ledger.transaction() as unit:  # noqa: PT012 - all of it is undone
+        pipeline().receive(unit, [Incoming(record, encode(record)) for record in pair("9")])
+        1 / 0  # noqa: B018
+    assert ledger.counters() == before
+    assert Reader(lambda: connect(False)).run("run").totals.samples == 1
+    assert receive(ledger, pipeline(), 1) == ["accepted"] * 2
+    ledger.close()
+    assert verify(connect(False)).entries == 6
+
+
+def test_a_part_that_raises_leaves_the_other_parts(connect: Open) -> None:
+    ledger, key = Ledger(connect(True)), SampleKey("run", 0, "a")
+    with ledger.transaction() as unit:
+        with ledger.savepoint(unit):
+            unit.add_record(key, "rollout", b"kept")
+            unit.count("kept")
+        with pytest.raises(ZeroDivisionError), ledger.savepoint(unit):  # noqa: PT012 - all of it is undone
+            unit.add_record(key, "trainer", b"gone")
+            unit.count("gone")
+            1 / 0  # noqa: B018
+    assert {name for name, _ in ledger.counters()} == {"kept"}
+    ledger.close()
+    assert verify(connect(False)).entries == 1
+
+
+def test_a_board_rebuilt_from_the_ledger_is_the_board_that_was_kept(connect: Open) -> None:
+    ledger, board = Ledger(connect(True)), Board()
+    flow = pipeline(board)
+    for i in range(12):
+        receive(ledger, flow, i)
+    rollout, _ = pair("late", step=1)
+    with ledger.transaction() as unit:
+        flow.receive(unit, [Incoming(rollout, encode(rollout))])
+    for call in unit.after_commit:
+        call()
+    rebuilt = Board.rebuilt(ledger.counters(), Reader(lambda: connect(False)), 10).snapshot()
+    kept = board.snapshot()
+    assert (rebuilt.last_complete, rebuilt.sides) == (kept.last_complete, kept.sides)
+    assert (rebuilt.missing, rebuilt.overdue) == (kept.missing, kept.overdue)
+    assert kept.overdue["run", "trainer"] == 1
+    ledger.close()
+
+
+def test_the_references_word_is_recorded_once(connect: Open) -> None:
+    ledger, queue = Ledger(connect(True)), []
+    flow = pipeline(queue=queue)
+    receive(ledger, flow, 0)
+    (key,) = queue
+    assert [k for k, _ in Reader(lambda: connect(False)).queued()] == [key]
+    truth = pair("0")[0].logprobs
+    for _ in range(3):
+        with ledger.transaction() as unit:
+            flow.conclude(unit, key, ReferenceLogprobs(truth, truth, "fma32"))
+    reader = Reader(lambda: connect(False))
+    assert reader.sample(key).judgement.reference is Reference.DONE
+    assert reader.step("run", 0).totals.recomputed_tokens == RESPONSE
+    found = reader.reference(key)
+    assert found is not None
+    assert found.tobytes() == truth.tobytes()
+    ledger.close()
+
+
+def test_a_second_writer_is_refused(connect: Open) -> None:
+    first = connect(True)
+    with pytest.raises(ConfigError, match="in use by another auditor"):
+        connect(True)
+    first.close()
+    connect(True).close()
+
+
+def test_the_chain_verifies_and_names_its_head(connect: Open) -> None:
+    ledger = Ledger(connect(True))
+    receive(ledger, pipeline(), *range(5))
+    one = verify(connect(False))
+    assert (one.entries, one.payloads) == (15, 15)
+    receive(ledger, pipeline(), 5)
+    two = verify(connect(False))
+    assert two.head != one.head
+    ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("tampering", "said"),
+    [
+        ("UPDATE entries SET sample_id = 'z' WHERE seq = 4", "entry 4 .* does not follow"),
+        ("DELETE FROM entries WHERE seq = 4", "entry 4 is missing"),
+        ("UPDATE entries SET digest = (SELECT digest FROM entries WHERE seq = 1) WHERE seq = 4", "entry 4"),
+        (
+            "UPDATE records SET payload = (SELECT payload FROM records WHERE seq = 1) WHERE seq = 4",
+            "entry 4: the record",
+        ),
+        ("UPDATE verdicts SET body = replace(body, 'mismatch', 'match')", "entry .*: the verdict of"),
+        ("UPDATE samples SET body = replace(body, 'mismatch', 'match')", "the state of .* is not its last verdict"),
+        ("DELETE FROM records WHERE seq = 5", "entry 5: the record .* is missing"),
+        ("DELETE FROM verdicts WHERE seq = 3", "entry 3: the verdict .* is missing"),
+    ],
+)
+def test_tampering_is_found(connect: Open, tampering: str, said: str) -> None:
+    database = connect(True)
+    ledger = Ledger(database)
+    receive(ledger, pipeline(), 0, 1, 2, 3)
+    verify(connect(False))
+    assert database.run(tampering) > 0
+    with pytest.raises(ChainError, match=said):
+        verify(connect(False))
+    ledger.close()
+
+
+def test_a_ledger_from_a_newer_program_is_refused(connect: Open) -> None:
+    database = connect(True)
+    Ledger(database)
+    database.run("UPDATE schema_version SET version = 99")
+    with pytest.raises(ConfigError, match="schema version 99"):
+        Ledger(database)
+    database.close()
+
+
+def test_a_killed_postgresql_fails_what_is_in_flight_and_is_found_again(postgres: PostgresServer) -> None:
+    postgres.fresh_database()
+    ledger = Ledger(open_database(postgres.url, True))
+    receive(ledger, pipeline(), 0)
+    postgres.kill()
+    with pytest.raises(LedgerError, match="PostgreSQL ledger"):
+        receive(ledger, pipeline(), 1)
+    postgres.start()
+    assert receive(ledger, pipeline(), 1) == ["accepted"] * 2
+    assert receive(ledger, pipeline(), 0) == ["duplicate"] * 2
+    ledger.close()
+    assert verify(open_database(postgres.url, False)).entries == 6
