@@ -19,6 +19,8 @@ namespace {
 
 // Rows (query x head) of one task: enough to pay for packing a key block, few enough to stay in the L2 cache.
 constexpr int64_t kTaskRows = 128;
+// Up to here the values are used where they lie: packing them would cost more than widening them anew.
+constexpr int64_t kFewRows = 12;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Span {
@@ -43,6 +45,9 @@ class Rows {
     position_ = keys_ - queries_ + span.first;
     k_ = sequence_rows(args.k), v_ = sequence_rows(args.v);
   }
+
+  // Asks for the first keys; a short sequence would spend most of its time waiting for them.
+  void expect() const { prefetch(k_, 0), prefetch(v_, 0); }
 
   void run() {
     allocate();
@@ -94,48 +99,54 @@ class Rows {
   // Keys [k0, k0 + n), the block at an absolute position, for the rows that see any of them.
   void block(const Sums& sums, int64_t k0, int64_t n, bool resume) {
     const bf16 *k_rows[kBlock], *v_rows[kBlock];
-    for (int64_t j = 0; j < n; ++j) k_rows[j] = k_.row(k0 + j), v_rows[j] = v_.row(k0 + j);
-    pack_block_rows(k_words_, k_rows, n, kBlock, args_.dim);
-    pack_block_columns(v_words_, v_rows, args_.dim, wide_, n);
-
+    k_.rows(k_rows, k0, n), v_.rows(v_rows, k0, n);
+    prefetch(k_, k0 + kBlock), prefetch(v_, k0 + kBlock);
+    kernels().pack_rows(k_words_, k_rows, n, kBlock, args_.dim);
     const int64_t from = first_row(k0), rows = rows_ - from;
     float* s = s_ + from * kBlock;
     kernels().tile(rows, kBlock / kLanes, 0, args_.dim, q_ + from * args_.dim, args_.dim, 1, k_words_, kBlock, s, kBlock,
                    false);
     for (int64_t r = from; r < rows_; ++r)
       alpha_[r] = kernels().softmax_block(s_ + r * kBlock, visible(r, k0), args_.scale, sums.m + r);
-    row_sums(sums.l, from);
+    kernels().row_sums(sums.l + from, alpha_ + from, s, rows);
     if (resume)
       for (int64_t r = from; r < rows_; ++r)
         if (alpha_[r] != 1.0f) kernels().scale(sums.acc + r * wide_, alpha_[r], wide_);
+    product_with_v(sums, from, k0, v_rows, n, resume);
+  }
+
+  // A token's row is a line or two and then comes a gap, so the hardware does not see what is next.
+  void prefetch(const KvRows& all, int64_t k0) const {
+    const bf16* rows[kBlock];
+    const int64_t n = std::clamp<int64_t>(position_ + span_.count - k0, 0, kBlock);
+    all.rows(rows, k0, n);
+    for (int64_t j = 0; j < n; ++j)
+      for (int64_t i = 0; i < args_.dim; i += 32) __builtin_prefetch(rows[j] + i);
+  }
+
+  void product_with_v(const Sums& sums, int64_t from, int64_t k0, const bf16* const* v_rows, int64_t n, bool resume) {
+    const int64_t rows = rows_ - from;
+    const int vectors = int(wide_ / kLanes);
     // A masked key is worth p = +0 and v = +0; multiplying +0 by what stands in v is the same unless that is
     // infinite or NaN, and then each row must stop at its own last key.
     const bool masked = visible(from, k0) < n;
+    if (rows <= kFewRows && !masked && args_.dim == wide_) {
+      kernels().tile_unpacked(rows, vectors, n, s_ + from * kBlock, kBlock, v_rows, sums.acc + from * wide_, wide_, resume);
+      return;
+    }
+    kernels().pack_columns(v_words_, v_rows, args_.dim, wide_, n);
+    auto tile = [&](int64_t row, int64_t count, int64_t keys) {
+      kernels().tile(count, vectors, 0, keys, s_ + row * kBlock, kBlock, 1, v_words_, wide_, sums.acc + row * wide_, wide_,
+                     resume);
+    };
     if (masked && std::any_of(v_rows, v_rows + n, [&](const bf16* v) { return any_nonfinite(v, args_.dim); }))
-      for (int64_t r = from; r < rows_; ++r) product_with_v(sums, r, 1, visible(r, k0), resume);
+      for (int64_t r = from; r < rows_; ++r) tile(r, 1, visible(r, k0));
     else
-      product_with_v(sums, from, rows, n, resume);
+      tile(from, rows, n);
   }
 
   int visible(int64_t row, int64_t k0) const {
     return int(std::min<int64_t>(kBlock, position_ + row / group_ + 1 - k0));
-  }
-
-  void product_with_v(const Sums& sums, int64_t row, int64_t rows, int64_t keys, bool resume) {
-    kernels().tile(rows, int(wide_ / kLanes), 0, keys, s_ + row * kBlock, kBlock, 1, v_words_, wide_,
-                   sums.acc + row * wide_, wide_, resume);
-  }
-
-  // l <- chain from l*alpha of p*1. Eight rows side by side: one row alone would wait for each addition.
-  void row_sums(float* l, int64_t from) const {
-    for (int64_t r = from; r < rows_; r += 8) {
-      const int64_t n = std::min<int64_t>(8, rows_ - r);
-      float sum[8] = {};
-      for (int64_t i = 0; i < n; ++i) sum[i] = l[r + i] * alpha_[r + i];
-      for (int64_t j = 0; j < kBlock; ++j)
-        for (int64_t i = 0; i < n; ++i) sum[i] += s_[(r + i) * kBlock + j];
-      for (int64_t i = 0; i < n; ++i) l[r + i] = sum[i];
-    }
   }
 
   void merge(int64_t from) {
@@ -182,7 +193,11 @@ void attention(const Attention& args, int threads) {
     }
   }
   const int64_t n = int64_t(spans.size());
-  parallel_for(n * args.kv_heads, threads, [&](int64_t i) { Rows(args, spans[i / args.kv_heads], i % args.kv_heads).run(); });
+  auto rows = [&](int64_t i) { return Rows(args, spans[i / args.kv_heads], i % args.kv_heads); };
+  parallel_for(n * args.kv_heads, threads, [&](int64_t i) {
+    if (i + threads < n * args.kv_heads) rows(i + threads).expect();
+    rows(i).run();
+  });
 }
 
 }  // namespace cpu

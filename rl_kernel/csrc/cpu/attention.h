@@ -14,8 +14,13 @@ struct KvRows {
   int64_t block_size = 1;          // tokens of a cache block
   int64_t block = 0;               // elements between cache blocks
 
-  const bf16* row(int64_t j) const {
-    return table ? base + table[j / block_size] * block + j % block_size * token : base + j * token;
+  // rows[i] <- token first + i, for i < n. One division for all of them: it costs as much as a row's arithmetic.
+  void rows(const bf16** rows, int64_t first, int64_t n) const {
+    int64_t number = table ? first / block_size : 0, at = table ? first % block_size : first;
+    for (int64_t i = 0; i < n; ++number, at = 0) {
+      const bf16* p = base + (table ? table[number] * block : 0) + at * token;
+      for (const int64_t end = table ? i + block_size - at : n; i < n && i < end; ++i, p += token) rows[i] = p;
+    }
   }
 };
 

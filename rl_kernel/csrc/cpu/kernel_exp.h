@@ -32,6 +32,26 @@ float softmax_block(float* s, int visible, float scale, float* m) {
   return exp2(old - now);
 }
 
+// Rows side by side: one row alone would wait for each addition before the next.
+template <int ROWS>
+inline void row_sums_of(float* l, const float* alpha, const float* p) {
+  float sum[ROWS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) sum[r] = l[r] * alpha[r];
+  for (int j = 0; j < cpu::kBlock; ++j) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) sum[r] += p[r * cpu::kBlock + j];
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) l[r] = sum[r];
+}
+void row_sums(float* l, const float* alpha, const float* p, int64_t rows) {
+  int64_t r = 0;
+  for (; r + 8 <= rows; r += 8) row_sums_of<8>(l + r, alpha + r, p + r * cpu::kBlock);
+  for (; r + 3 <= rows; r += 3) row_sums_of<3>(l + r, alpha + r, p + r * cpu::kBlock);
+  for (; r < rows; ++r) row_sums_of<1>(l + r, alpha + r, p + r * cpu::kBlock);
+}
+
 void attention_gradient(float* s, float* dp, int visible, float scale, float m, float r, float delta) {
   for (int v = 0; v < kVectors; ++v) {
     const int n = lanes_below(visible, v);
@@ -45,13 +65,19 @@ void attention_gradient(float* s, float* dp, int visible, float scale, float m, 
 // What to subtract in an exponent: a sampler may have set a whole tile to -inf, and -inf - -inf is NaN.
 inline float shift(float top) { return top == kMinusInf ? 0.0f : top; }
 
-cpu::VocabTile vocab_tile(const float* logits, int present, float temperature) {
+struct statistics {
+  float m, s;
+};
+// FULL: all 64 ids count. HOT: the temperature is not 1 (dividing by 1 changes no bit but takes time).
+template <bool FULL, bool HOT>
+inline statistics vocab_tile(const float* logits, int present, float temperature) {
   vf z[kVectors], top = set1(kMinusInf);
+#pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
-    const int n = lanes_below(present, v);
+    const int n = FULL ? int(L) : lanes_below(present, v);
     z[v] = n == 0 ? set1(kMinusInf) : load32(logits + v * L, n);
-    if (temperature != 1.0f) z[v] = div(z[v], set1(temperature));
-    z[v] = keep_first(z[v], set1(kMinusInf), n);
+    if (HOT) z[v] = div(z[v], set1(temperature));
+    if (!FULL) z[v] = keep_first(z[v], set1(kMinusInf), n);
     top = max_num(top, z[v]);
   }
   float m = max_lane(top);
@@ -61,9 +87,28 @@ cpu::VocabTile vocab_tile(const float* logits, int present, float temperature) {
     m = first_zero(flat, present);
   }
   const vf by = set1(shift(m)), log2e = set1(kLog2e);
-  for (int v = 0; v < kVectors; ++v)
-    z[v] = keep_first(exp2(mul(sub(z[v], by), log2e)), set1(0.0f), lanes_below(present, v));
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    z[v] = exp2(mul(sub(z[v], by), log2e));
+    if (!FULL) z[v] = keep_first(z[v], set1(0.0f), lanes_below(present, v));
+  }
   return {m, lane0(tree(z, kVectors))};
+}
+
+template <bool HOT>
+void tiles_of(float* m, float* s, const float* logits, int64_t tiles, int64_t present, float temperature) {
+  for (int64_t i = 0; i < tiles; ++i, logits += cpu::kBlock, present -= cpu::kBlock) {
+    const statistics tile = present >= cpu::kBlock
+                                ? vocab_tile<true, HOT>(logits, cpu::kBlock, temperature)
+                                : vocab_tile<false, HOT>(logits, present < 0 ? 0 : int(present), temperature);
+    m[i] = tile.m, s[i] = tile.s;
+  }
+}
+void vocab_tiles(float* m, float* s, const float* logits, int64_t tiles, int64_t present, float temperature) {
+  if (temperature == 1.0f)
+    tiles_of<false>(m, s, logits, tiles, present, temperature);
+  else
+    tiles_of<true>(m, s, logits, tiles, present, temperature);
 }
 
 // One merge is a chain of two exp2, but both depend on maxima only: take the running maxima first, the exponentials
@@ -98,9 +143,3 @@ float exp2_one(float x) { return exp2(x); }
 float ln_one(float x) { return ln(x); }
 
 }  // namespace
-
-// The table of the including file's instruction set.
-#define RL_KERNEL_TABLE(NAME)                                                                                       \
-  {NAME, tile, widen, narrow, canonical_row, add_row, add_bf16, accumulate_bf16, add_zero_scale, rms_norm,          \
-   rms_norm_dx, rms_norm_dw, rope, swiglu, swiglu_backward, softmax_block, scale_row, merge_row, divide_row,        \
-   exp2_one, ln_one, lane_dot, attention_gradient, vocab_tile, merge_tiles, logit_gradient}

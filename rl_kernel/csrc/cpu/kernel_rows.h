@@ -34,6 +34,9 @@ void add_row(float* out, const float* a, const float* b, int64_t n) {
 void add_bf16(bf16* out, const bf16* a, const bf16* b, int64_t n) {
   vectors_of(n, [=](int64_t i, int w) { store16(out + i, add(load16(a + i, w), load16(b + i, w)), w); });
 }
+void add_zero(bf16* out, const bf16* x, int64_t n) {
+  vectors_of(n, [=](int64_t i, int w) { store16(out + i, add(load16(x + i, w), set1(0.0f)), w); });
+}
 void accumulate_bf16(float* sum, const bf16* x, int64_t n) {
   vectors_of(n, [=](int64_t i, int w) { store32(sum + i, canonical(add(load32(sum + i, w), load16(x + i, w))), w); });
 }

@@ -84,6 +84,54 @@ void block(int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step, co
 }
 
 template <int ROWS, int VECTORS>
+void block_unpacked(int64_t depth, const float* a, int64_t row, const uint16_t* const* b_rows, int64_t column, float* c,
+                    int64_t ldc, bool resume) {
+  Block<ROWS, VECTORS> sums;
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) sums.acc[r][v] = resume ? load(c + r * ldc + v * cpu::kLanes) : set1(0.0f);
+  Cursor<ROWS> at(a, row);
+  for (int64_t k = 0; k < depth; ++k, at.advance(1)) {
+    vf w[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) w[v] = load_bf16(b_rows[k] + column + v * cpu::kLanes);
+    sums.step(at, row, 0, w);
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) store(c + r * ldc + v * cpu::kLanes, sums.acc[r][v]);
+}
+
+template <int ROWS, int VECTORS>
+inline void dispatch_unpacked(int64_t rows, int64_t depth, const float* a, int64_t row, const uint16_t* const* b_rows,
+                              int64_t column, float* c, int64_t ldc, bool resume) {
+  if constexpr (ROWS > 0) {
+    if (rows != ROWS)
+      dispatch_unpacked<ROWS - 1, VECTORS>(rows, depth, a, row, b_rows, column, c, ldc, resume);
+    else
+      block_unpacked<ROWS, VECTORS>(depth, a, row, b_rows, column, c, ldc, resume);
+  }
+}
+
+void tile_unpacked(int64_t rows, int vectors, int64_t depth, const float* a, int64_t row, const uint16_t* const* b_rows,
+                   float* c, int64_t ldc, bool resume) {
+  constexpr int most = block_rows(kMaxVectors);
+  for (int v = 0; v < vectors;) {
+    const bool wide = vectors - v >= kMaxVectors;
+    for (int64_t r = 0; r < rows; r += most) {
+      const int64_t n = rows - r < most ? rows - r : most;
+      if (wide)
+        dispatch_unpacked<most, kMaxVectors>(n, depth, a + r * row, row, b_rows, v * cpu::kLanes, c + r * ldc + v * cpu::kLanes, ldc, resume);
+      else
+        dispatch_unpacked<most, 1>(n, depth, a + r * row, row, b_rows, v * cpu::kLanes, c + r * ldc + v * cpu::kLanes, ldc, resume);
+    }
+    v += wide ? kMaxVectors : 1;
+  }
+}
+
+template <int ROWS, int VECTORS>
 inline void dispatch(int64_t rows, int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step, const uint32_t* b,
                      int64_t ldb, float* c, int64_t ldc, bool resume) {
   if constexpr (ROWS > 0) {

@@ -22,10 +22,6 @@ struct RopeRow {
   int64_t heads, dim;
 };
 
-struct VocabTile {
-  float m, s;
-};
-
 struct Kernels {
   const char* name;
 
@@ -34,6 +30,14 @@ struct Kernels {
   // The chain starts from c if `resume`, from +0 otherwise.
   void (*tile)(int64_t rows, int vectors, int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step,
                const uint32_t* b, int64_t ldb, float* c, int64_t ldc, bool resume);
+
+  // The same for a few rows and all of a block's keys, with b(k, column) = b_rows[k][column] where it lies: packing
+  // would cost more than it saves. The chain runs over k in [0, depth).
+  void (*tile_unpacked)(int64_t rows, int vectors, int64_t depth, const float* a, int64_t row, const bf16* const* b_rows,
+                        float* c, int64_t ldc, bool resume);
+  // See pack.h: one block of `width` columns, n of them present.
+  void (*pack_rows)(uint32_t* out, const bf16* const* rows, int64_t n, int64_t width, int64_t k);
+  void (*pack_columns)(uint32_t* out, const bf16* const* rows, int64_t n, int64_t width, int64_t k);
 
   void (*widen)(float* out, const bf16* x, int64_t n);
   void (*narrow)(bf16* out, const float* x, int64_t n);           // rounds to nearest even, NaN -> 0x7fc0
@@ -56,6 +60,8 @@ struct Kernels {
   // One query row against one key block: s[64] raw products become bf16 probabilities (as fp32), +0 from `visible` on.
   // Updates *m and returns alpha.
   float (*softmax_block)(float* s, int visible, float scale, float* m);
+  // l[r] <- chain from l[r]*alpha[r] over j < 64 of p[r*64 + j].
+  void (*row_sums)(float* l, const float* alpha, const float* p, int64_t rows);
   void (*scale)(float* x, float by, int64_t n);
   // acc1*a + acc2*b, not fused.
   void (*merge)(float* acc1, const float* acc2, float a, float b, int64_t n);
@@ -66,9 +72,11 @@ struct Kernels {
   // One row of s and dp (64 keys): p and ds as bf16-rounded fp32; +0 from `visible` on.
   void (*attention_gradient)(float* s, float* dp, int visible, float scale, float m, float r, float delta);
 
-  VocabTile (*vocab_tile)(const float* logits, int present, float temperature);
-  // Merges `count` tiles in order into the running *m, *s; `first` tells that *m, *s hold nothing yet.
+  // m[i], s[i] of tile i of `tiles`; `present` ids count, from the first tile's first.
+  void (*vocab_tiles)(float* m, float* s, const float* logits, int64_t tiles, int64_t present, float temperature);
+  // Merges `count` tiles in order into the running maximum and sum.
   void (*merge_tiles)(const float* m, const float* s, int64_t count, float* top, float* sum);
+  void (*add_zero)(bf16* out, const bf16* x, int64_t n);  // bf16(x + 0)
   // d[j] = bf16((onehot - p) * c) for n ids that all count; `target` is an index into them or out of range.
   void (*logit_gradient)(bf16* d, const float* logits, int64_t n, int64_t target, float temperature, float lse, float c);
 };

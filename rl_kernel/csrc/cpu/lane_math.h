@@ -54,13 +54,23 @@ inline vf tree(vf a) {
   a = add(a, swap4(a));
   return add(a, swap8(a));
 }
+// The tree over four vectors, in every lane. evens + odds adds the neighbours of two vectors at once and leaves
+// them in order, so that after two such levels the lanes of each group of four belong to a, b, c and d.
+inline vf tree(vf a, vf b, vf c, vf d) {
+  vf ab = add(evens(a, b), odds(a, b)), cd = add(evens(c, d), odds(c, d));
+  vf x = add(evens(ab, cd), odds(ab, cd));
+  x = add(x, swap4(x));
+  x = add(x, swap8(x));
+  x = add(x, swap1(x));
+  return add(x, swap2(x));
+}
 inline vf tree(const vf* a, int vectors) {
+  if (vectors == 4) return tree(a[0], a[1], a[2], a[3]);
   if (vectors == 1) return tree(a[0]);
   return add(tree(a, vectors / 2), tree(a + vectors / 2, vectors / 2));
 }
 
-// Per lane a < b ? b : a; `a` never holds a NaN, so a NaN in `b` is left out, as maxNum does.
-inline vf max_num(vf a, vf b) { return if_less(a, b, b, a); }
+// max_num(a, b) leaves out a NaN in `b`, as maxNum does, provided that `a` never holds one: start from -inf.
 inline float max_lane(vf a) {
   a = max_num(a, swap1(a));
   a = max_num(a, swap2(a));

@@ -19,8 +19,4 @@ void pack_columns(uint32_t* out, const bf16* w, int64_t n, int64_t k, int64_t ld
 // The inverse of pack_rows, for whoever must show what the engine holds.
 void unpack_rows(bf16* w, const uint32_t* panels, int64_t n, int64_t k, int threads);
 
-// One block of `width` columns (any multiple of 16) with row stride `width`; columns from n on become zero.
-void pack_block_rows(uint32_t* out, const bf16* const* rows, int64_t n, int64_t width, int64_t k);
-void pack_block_columns(uint32_t* out, const bf16* const* rows, int64_t n, int64_t width, int64_t k);
-
 }  // namespace cpu

@@ -77,13 +77,7 @@ void residual_add(bf16* y, const bf16* a, const bf16* b, int64_t n, int threads)
 void embedding(bf16* y, const int64_t* ids, const bf16* w, int64_t tokens, int64_t k, int threads) {
   chunks(tokens, k, threads, [&](int64_t t0, int64_t t1) {
     for (int64_t t = t0; t < t1; ++t) {
-      const bf16* row = w + ids[t] * k;
-      bf16* out = y + t * k;
-      // + 0 turns -0 into +0; a NaN becomes the canonical one.
-      for (int64_t i = 0; i < k; ++i) {
-        const uint32_t magnitude = row[i] & 0x7fffu;
-        out[i] = magnitude == 0 ? 0 : magnitude > 0x7f80u ? 0x7fc0 : row[i];
-      }
+      kernels().add_zero(y + t * k, w + ids[t] * k, k);
     }
   });
 }

@@ -74,6 +74,7 @@ inline vf if_less(vf a, vf b, vf x, vf y) {
   return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
           _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
 }
+inline vf max_num(vf a, vf b) { return {_mm256_max_ps(b.lo, a.lo), _mm256_max_ps(b.hi, a.hi)}; }
 inline vf keep_first(vf a, vf otherwise, int n) {
   vf m = first(n);
   return {_mm256_blendv_ps(otherwise.lo, a.lo, m.lo), _mm256_blendv_ps(otherwise.hi, a.hi, m.hi)};
@@ -112,7 +113,36 @@ inline vf swap1(vf a) { return {_mm256_permute_ps(a.lo, 0xb1), _mm256_permute_ps
 inline vf swap2(vf a) { return {_mm256_permute_ps(a.lo, 0x4e), _mm256_permute_ps(a.hi, 0x4e)}; }
 inline vf swap4(vf a) { return {_mm256_permute2f128_ps(a.lo, a.lo, 1), _mm256_permute2f128_ps(a.hi, a.hi, 1)}; }
 inline vf swap8(vf a) { return {a.hi, a.lo}; }
+inline vf evens(vf a, vf b) { return {_mm256_shuffle_ps(a.lo, b.lo, 0x88), _mm256_shuffle_ps(a.hi, b.hi, 0x88)}; }
+inline vf odds(vf a, vf b) { return {_mm256_shuffle_ps(a.lo, b.lo, 0xdd), _mm256_shuffle_ps(a.hi, b.hi, 0xdd)}; }
 inline float lane0(vf a) { return _mm256_cvtss_f32(a.lo); }
+
+inline vf interleaved(vf even, vf odd) {
+  return from_bits(_mm256_or_si256(low_bits(odd), _mm256_srli_epi32(low_bits(even), 16)),
+                   _mm256_or_si256(high_bits(odd), _mm256_srli_epi32(high_bits(even), 16)));
+}
+
+inline void transpose8(__m256* r) {
+  __m256 t[8];
+  for (int i = 0; i < 8; i += 4) {
+    __m256 a = _mm256_unpacklo_ps(r[i], r[i + 1]), b = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    __m256 c = _mm256_unpacklo_ps(r[i + 2], r[i + 3]), d = _mm256_unpackhi_ps(r[i + 2], r[i + 3]);
+    t[i] = _mm256_shuffle_ps(a, c, 0x44), t[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+    t[i + 2] = _mm256_shuffle_ps(b, d, 0x44), t[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
+  }
+}
+// 16 x 16 words: the four quarters are transposed, and the off-diagonal two change places.
+inline void transpose(vf* r) {
+  __m256 quarter[4][8];
+  for (int i = 0; i < 8; ++i)
+    quarter[0][i] = r[i].lo, quarter[1][i] = r[i + 8].lo, quarter[2][i] = r[i].hi, quarter[3][i] = r[i + 8].hi;
+  for (__m256* q : quarter) transpose8(q);
+  for (int i = 0; i < 8; ++i) r[i] = {quarter[0][i], quarter[1][i]}, r[i + 8] = {quarter[2][i], quarter[3][i]};
+}
 
 inline float fma1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }

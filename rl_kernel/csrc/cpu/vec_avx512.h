@@ -46,6 +46,8 @@ inline vf neg_abs(vf a) { return {_mm512_or_ps(a.v, _mm512_set1_ps(-0.0f))}; }
 inline vf if_less(vf a, vf b, vf x, vf y) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
 }
+// Per lane a < b ? b : a, so `a` where either is NaN: what vmaxps does with its operands in this order.
+inline vf max_num(vf a, vf b) { return {_mm512_max_ps(b.v, a.v)}; }
 inline vf keep_first(vf a, vf otherwise, int n) { return {_mm512_mask_blend_ps(first(n), otherwise.v, a.v)}; }
 inline vf canonical(vf a) {
   return from_bits(_mm512_mask_set1_epi32(bits(a), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), 0x7fc00000));
@@ -76,7 +78,31 @@ inline vf swap1(vf a) { return {_mm512_permute_ps(a.v, 0xb1)}; }
 inline vf swap2(vf a) { return {_mm512_permute_ps(a.v, 0x4e)}; }
 inline vf swap4(vf a) { return {_mm512_shuffle_f32x4(a.v, a.v, 0xb1)}; }
 inline vf swap8(vf a) { return {_mm512_shuffle_f32x4(a.v, a.v, 0x4e)}; }
+// Per group of four lanes: {a0, a2, b0, b2} and {a1, a3, b1, b3}.
+inline vf evens(vf a, vf b) { return {_mm512_shuffle_ps(a.v, b.v, 0x88)}; }
+inline vf odds(vf a, vf b) { return {_mm512_shuffle_ps(a.v, b.v, 0xdd)}; }
 inline float lane0(vf a) { return _mm512_cvtss_f32(a.v); }
+
+// Low halves of even above the low halves of odd: one packed row out of two widened ones.
+inline vf interleaved(vf even, vf odd) { return from_bits(_mm512_or_si512(bits(odd), _mm512_srli_epi32(bits(even), 16))); }
+
+// 16 x 16 words: r[i] lane j <-> r[j] lane i.
+inline void transpose(vf* r) {
+  __m512 t[16];
+  for (int i = 0; i < 16; i += 4) {
+    __m512 a = _mm512_unpacklo_ps(r[i].v, r[i + 1].v), b = _mm512_unpackhi_ps(r[i].v, r[i + 1].v);
+    __m512 c = _mm512_unpacklo_ps(r[i + 2].v, r[i + 3].v), d = _mm512_unpackhi_ps(r[i + 2].v, r[i + 3].v);
+    t[i] = _mm512_shuffle_ps(a, c, 0x44), t[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
+    t[i + 2] = _mm512_shuffle_ps(b, d, 0x44), t[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
+  }
+  // Lane group g of t[4q + i] holds column 4g + i of rows 4q .. 4q + 3.
+  for (int i = 0; i < 4; ++i) {
+    __m512 a = _mm512_shuffle_f32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0x88);
+    __m512 c = _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd), d = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0xdd);
+    r[i].v = _mm512_shuffle_f32x4(a, b, 0x88), r[i + 8].v = _mm512_shuffle_f32x4(a, b, 0xdd);
+    r[i + 4].v = _mm512_shuffle_f32x4(c, d, 0x88), r[i + 12].v = _mm512_shuffle_f32x4(c, d, 0xdd);
+  }
+}
 
 inline float fma1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }

@@ -69,6 +69,7 @@ inline vf neg_abs(const vf& a) { return each([&](int i) { return from_bits1(bits
 inline vf if_less(const vf& a, const vf& b, const vf& x, const vf& y) {
   return each([&](int i) { return a.v[i] < b.v[i] ? x.v[i] : y.v[i]; });
 }
+inline vf max_num(const vf& a, const vf& b) { return if_less(a, b, b, a); }
 inline vf keep_first(const vf& a, const vf& otherwise, int n) {
   return each([&](int i) { return i < n ? a.v[i] : otherwise.v[i]; });
 }
@@ -87,6 +88,22 @@ inline vf swap1(const vf& a) { return each([&](int i) { return a.v[i ^ 1]; }); }
 inline vf swap2(const vf& a) { return each([&](int i) { return a.v[i ^ 2]; }); }
 inline vf swap4(const vf& a) { return each([&](int i) { return a.v[i ^ 4]; }); }
 inline vf swap8(const vf& a) { return each([&](int i) { return a.v[i ^ 8]; }); }
+inline vf evens(const vf& a, const vf& b) {
+  return each([&](int i) { return (i & 2 ? b : a).v[(i & ~3) + (i & 1) * 2]; });
+}
+inline vf odds(const vf& a, const vf& b) {
+  return each([&](int i) { return (i & 2 ? b : a).v[(i & ~3) + (i & 1) * 2 + 1]; });
+}
+inline vf interleaved(const vf& even, const vf& odd) {
+  return each([&](int i) { return from_bits1(bits1(odd.v[i]) | bits1(even.v[i]) >> 16); });
+}
+inline void transpose(vf* r) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < i; ++j) {
+      float t = r[i].v[j];
+      r[i].v[j] = r[j].v[i], r[j].v[i] = t;
+    }
+}
 inline float lane0(const vf& a) { return a.v[0]; }
 inline void prefetch(const void*) {}
 
