@@ -1,0 +1,45 @@
+"""Check a ledger's hash chain: `python -m auditor.verify LEDGER [--head HEX]`.
+
+Exit code 0 where every entry follows from the one before and everything that is held is what was written, 1 where not,
+2 where the ledger cannot be read. Write the head down elsewhere: with `--head`, history must still pass through it.
+"""
+
+import argparse
+import sys
+
+from auditor.errors import AuditorError, ChainError, ConfigError
+from auditor.storage.chain import verify
+from auditor.storage.database import open_database
+
+
+def main(arguments: list[str]) -> int:
+    """Verify; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m auditor.verify", description=__doc__)
+    parser.add_argument("ledger", help="file of the ledger, or a postgresql:// URL")
+    parser.add_argument("--head", default="", help="hash of an earlier last entry that must still be there")
+    given = parser.parse_args(arguments)
+    try:
+        database = open_database(given.ledger, writer=False)
+        found = verify(database)
+        if given.head and not database.all("SELECT seq FROM entries WHERE hash = ?", (_bytes(given.head),)):
+            raise ChainError(f"no entry has the hash {given.head}: history was written anew")
+    except ChainError as error:
+        print(f"verify: {error}", file=sys.stderr)
+        return 1
+    except AuditorError as error:
+        print(f"verify: {error}", file=sys.stderr)
+        return 2
+    retired = found.entries - found.payloads
+    print(f"{found.entries} entries verify ({retired} with content retired), head {found.head}")
+    return 0
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise ConfigError(f"--head {text!r} is no hash in hex") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

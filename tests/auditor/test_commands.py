@@ -1,0 +1,127 @@
+"""The commands for people: submit dumps, verify a ledger."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from auditor.dumps import read_dump, record_of
+from auditor.errors import RecordError
+from auditor.records import Record, RolloutRecord
+from tests.auditor.processes import REPOSITORY, running_auditor
+from tests.auditor.samples import one_ulp_off, pair
+
+
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+
+
+def row_of(record: Record, bits: bool) -> dict[str, Any]:
+    """A record as somebody would dump it."""
+    row: dict[str, Any] = {"side": record.side, "step": record.step, "sample_id": record.sample_id}
+    row |= {"prompt_len": record.prompt_len, "tokens": record.tokens.tolist() if record.tokens is not None else None}
+    row |= {name: getattr(record, name) for name in ("weight_version", "weight_digest", "contract_digest")}
+    row |= {name: asdict(getattr(record, name)) for name in ("sampling", "environment", "layout", "positions")}
+    if bits:
+        row["logprob_bits"] = [f"{b:08x}" for b in record.logprobs.view(np.uint32)]
+    else:
+        row["logprobs"] = [float(v) for v in record.logprobs]
+    return row
+
+
+def dump(path: Path, samples: int) -> Path:
+    rows = []
+    for i in range(samples):
+        rollout, trainer = pair(str(i))
+        rows += [row_of(rollout, bits=False), row_of(one_ulp_off(trainer) if i == 0 else trainer, bits=True)]
+    if path.suffix == ".parquet":
+        parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        columns = {name: [row.get(name) for row in rows] for name in {**rows[0], **rows[1]}}
+        parquet.write_table(arrow.table(columns), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_dump_is_audited(tmp_path: Path, kind: str) -> None:
+    file = dump(tmp_path / f"dump.{kind}", 5)
+    with running_auditor(tmp_path) as auditor:
+        done = run("auditor.submit", str(file), "--address", auditor.grpc, "--run", "dumped")
+        assert (done.returncode, done.stdout) == (0, "accepted 10, duplicate 0, refused 0, not delivered 0\n"), (
+            done.stderr
+        )
+        again = run("auditor.submit", str(file), "--address", auditor.grpc, "--run", "dumped")
+        assert again.stdout.startswith("accepted 0, duplicate 10")
+        assert auditor.get("/api/v1/runs/dumped")["by_verdict"] == {"match": 4, "mismatch": 1}
+
+
+def test_decimal_numbers_keep_their_bits(tmp_path: Path) -> None:
+    rollout, _ = pair()
+    (record, *_) = read_dump(dump(tmp_path / "d.jsonl", 1), {"run_id": "run"})
+    assert isinstance(record, RolloutRecord)
+    assert record.logprobs.tobytes() != rollout.logprobs[::-1].tobytes()
+    assert record.logprobs.tobytes() == rollout.logprobs.tobytes()
+
+
+def test_a_row_with_the_least_is_a_record_of_unknowns() -> None:
+    row = {"side": "rollout", "run_id": "r", "step": 0, "sample_id": "1", "tokens": [1, 2, 3], "prompt_len": 1}
+    record = record_of({**row, "logprobs": [-1.0, -2.0], "sampling.temperature": 0.5})
+    assert (record.weight_version, record.weight_digest, record.sampling.seed) == (-1, "", None)
+    assert record.sampling.temperature == 0.5
+    assert record.mask.tolist() == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"side": "both"}, "side is 'both'"),
+        ({"tokenz": [1]}, "'tokenz' is no field of a rollout record"),
+        ({"step": None}, "'step' is missing"),
+        ({"sampling": 3}, "sampling is 3"),
+        ({"sampling.heat": 3}, "'sampling.heat' is no field"),
+        ({"logprobs": [-1.0]}, "logprobs has 1 values"),
+        ({"logprob_bits": ["zz"]}, "invalid literal"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    row = row_of(pair()[0], bits=False)
+    file = tmp_path / "d.jsonl"
+    file.write_text(json.dumps(row) + "\n" + json.dumps({**row, **change}) + "\n")
+    with pytest.raises(RecordError, match="row 2") as error:
+        list(read_dump(file, {"run_id": "r"}))
+    assert said in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    done = run("auditor.submit", str(tmp_path / "none.jsonl"), "--address", "127.0.0.1:9", "--run", "r")
+    assert done.returncode == 2
+    assert "none.jsonl" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_verify_says_yes_and_no(tmp_path: Path) -> None:
+    import sqlite3
+
+    file = dump(tmp_path / "dump.jsonl", 3)
+    with running_auditor(tmp_path) as auditor:
+        run("auditor.submit", str(file), "--address", auditor.grpc, "--run", "dumped")
+        assert auditor.stop() == 0
+        ledger = str(auditor.ledger)
+    good = run("auditor.verify", ledger)
+    assert good.returncode == 0
+    assert good.stdout.startswith("9 entries verify (0 with content retired), head ")
+    head = good.stdout.split()[-1]
+    assert run("auditor.verify", ledger, "--head", head).returncode == 0
+    assert run("auditor.verify", ledger, "--head", "00" * 32).returncode == 1
+    assert run("auditor.verify", str(tmp_path / "none.db")).returncode == 2
+    with sqlite3.connect(ledger) as database:
+        database.execute("UPDATE records SET payload = x'00' WHERE seq = 1")
+    bad = run("auditor.verify", ledger)
+    assert (bad.returncode, "entry 1: the record" in bad.stderr) == (1, True)
