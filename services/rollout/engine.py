@@ -267,8 +267,9 @@ def _start(model: Path, options: EngineOptions) -> Any:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = _thread_binding(options)
     arguments = strict_vllm.native_engine_arguments()
     with _variables(environment):
-        from vllm import LLM  # noqa: PLC0415 (reads the environment)
+        from vllm import LLM, envs  # noqa: PLC0415 (reads the environment)
 
+        envs.disable_envs_cache()  # an engine that was built here before has frozen what vLLM sees of it
         if options.numerics == "strict":
             strict_vllm.register()
             arguments = strict_vllm.engine_arguments(profile=options.profile, segments=options.segments)
@@ -277,6 +278,7 @@ def _start(model: Path, options: EngineOptions) -> Any:
         return LLM(
             str(model),
             skip_tokenizer_init=True,
+            use_tqdm_on_load=False,
             generation_config="vllm",
             tensor_parallel_size=options.tp_size,
             distributed_executor_backend="mp" if options.tp_size > 1 else None,
