@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from auditor.capsule import freeze, to_bytes
 from auditor.errors import AuditorError, AuthError, LedgerError, NotFoundError
 from auditor.export import views
 from auditor.export.metrics import Metrics
@@ -46,6 +47,7 @@ def make_api(
     _add_runs(app, reader)
     _add_curve(app, reader)
     _add_samples(app, reader)
+    _add_capsule(app, reader)
     _add_health(app, reader, metrics, version, contracts)
     add_page(app)
     return app
@@ -117,6 +119,14 @@ def _add_samples(app: FastAPI, reader: Reader) -> None:
         return views.detail_view(
             row, reader.record(key, "rollout"), reader.record(key, "trainer"), reader.reference(key)
         )
+
+
+def _add_capsule(app: FastAPI, reader: Reader) -> None:
+    @app.get("/api/v1/runs/{run_id}/samples/{step}/{sample_id}/capsule", response_class=Response)
+    def capsule(run_id: RunId, step: StepNumber, sample_id: RunId) -> Response:
+        """One sample frozen in a file, for `python -m auditor.replay`."""
+        content = to_bytes(freeze(reader, SampleKey(run_id, step, sample_id)))
+        return Response(content, media_type="application/zip")
 
 
 def _add_health(app: FastAPI, reader: Reader, metrics: Metrics, version: str, contracts: Mapping[str, str]) -> None:

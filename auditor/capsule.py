@@ -1,0 +1,134 @@
+"""A frozen sample: both sides' records, the reference's word and the judgement, in one small file.
+
+    python -m auditor.capsule LEDGER RUN STEP SAMPLE --out FILE
+
+A zip with `capsule.json` (format, names, judgement, sha256 of the rest), `rollout.pb`, `trainer.pb` (records as they
+were reported) and, where the reference was asked, `reference.f32` (little-endian fp32 under the rollout's contract).
+Weights are named by version and digest and are not inside.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from auditor.codec import decode, encode
+from auditor.compare import Logprobs
+from auditor.errors import AuditorError, NotFoundError, RecordError
+from auditor.judge import Judgement
+from auditor.records import RolloutRecord, SampleKey, TrainerRecord
+from auditor.storage.database import open_database
+from auditor.storage.reader import Reader
+
+_FORMAT: Final = 1
+_LIMIT: Final = 1 << 30  # bytes of one part, so that no crafted file fills the memory
+
+
+@dataclass(frozen=True, slots=True)
+class Capsule:
+    """One sample with its evidence. reference: float32 [R], None where it was not asked."""
+
+    rollout: RolloutRecord
+    trainer: TrainerRecord
+    judgement: Judgement
+    reference: Logprobs | None
+
+    @property
+    def key(self) -> SampleKey:
+        """Which sample it is."""
+        return self.rollout.key
+
+
+def freeze(reader: Reader, key: SampleKey) -> Capsule:
+    """Take a sample out of the ledger; NotFoundError where one of its records is not there."""
+    rollout, trainer = reader.record(key, "rollout"), reader.record(key, "trainer")
+    row = reader.sample(key)
+    if not (isinstance(rollout, RolloutRecord) and isinstance(trainer, TrainerRecord)):
+        raise NotFoundError(f"the ledger does not hold both records of sample {key.sample_id!r}, step {key.step}")
+    return Capsule(rollout, trainer, row.judgement, reader.reference(key))
+
+
+def to_bytes(capsule: Capsule) -> bytes:
+    """The file's content; the same capsule gives the same bytes."""
+    parts = {"rollout.pb": encode(capsule.rollout), "trainer.pb": encode(capsule.trainer)}
+    if capsule.reference is not None:
+        parts["reference.f32"] = capsule.reference.astype("<f4").tobytes()
+    head = {
+        "format": _FORMAT,
+        **capsule.key._asdict(),
+        "judgement": capsule.judgement.to_json(),
+        "sha256": {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()},
+    }
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, part in {"capsule.json": json.dumps(head, indent=1, sort_keys=True).encode(), **parts}.items():
+            archive.writestr(zipfile.ZipInfo(name), part, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def from_bytes(content: bytes) -> Capsule:
+    """The capsule in a file's content; RecordError where it is none or was changed."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            head = json.loads(_part(archive, "capsule.json"))
+            if head["format"] != _FORMAT:
+                raise RecordError(f"capsule format {head['format']}; this program reads {_FORMAT}")
+            parts = {name: _part(archive, name) for name in head["sha256"]}
+        for name, part in parts.items():
+            if hashlib.sha256(part).hexdigest() != head["sha256"][name]:
+                raise RecordError(f"{name} of the capsule is not the one that was frozen")
+        rollout, trainer = decode(parts["rollout.pb"]), decode(parts["trainer.pb"])
+        judgement = Judgement.from_json(head["judgement"])
+    except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(f"this is no capsule: {error}") from None
+    if not (isinstance(rollout, RolloutRecord) and isinstance(trainer, TrainerRecord)):
+        raise RecordError("the capsule's records are not one of each side")
+    raw = parts.get("reference.f32")
+    return Capsule(rollout, trainer, judgement, None if raw is None else np.frombuffer(raw, "<f4").astype(np.float32))
+
+
+def read_capsule(path: Path) -> Capsule:
+    """The capsule in a file."""
+    try:
+        return from_bytes(path.read_bytes())
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from None
+
+
+def _part(archive: zipfile.ZipFile, name: str) -> bytes:
+    if archive.getinfo(name).file_size > _LIMIT:
+        raise RecordError(f"{name} of the capsule is larger than {_LIMIT} bytes")
+    return archive.read(name)
+
+
+def main(arguments: list[str]) -> int:
+    """Freeze one sample; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m auditor.capsule", description=__doc__)
+    parser.add_argument("ledger", help="file of the ledger, or a postgresql:// URL")
+    parser.add_argument("run")
+    parser.add_argument("step", type=int)
+    parser.add_argument("sample")
+    parser.add_argument("--out", type=Path, required=True)
+    given: Any = parser.parse_args(arguments)
+    try:
+        reader = Reader(lambda: open_database(given.ledger, writer=False))
+        content = to_bytes(freeze(reader, SampleKey(given.run, given.step, given.sample)))
+        given.out.write_bytes(content)
+    except (AuditorError, OSError) as error:
+        print(f"capsule: {error}", file=sys.stderr)
+        return 2
+    print(f"{given.out}: {len(content)} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

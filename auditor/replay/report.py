@@ -1,0 +1,93 @@
+"""What a replay finds on one side: does it reproduce, which op is the first to differ, which swap removes it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from auditor.compare import Logprobs
+from auditor.records import Record
+from auditor.replay.watch import OPS, Call, Mixed, Tensors, Watched, first_difference, run
+from rl_kernel.compare import compare_bits
+from rl_kernel.reference.model import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One side.
+
+    reproduced: whether the given ops give the very bits that the side reported. differing: tokens that differ from the
+    reference under these ops. call: the first to differ on equal inputs, with what it took and gave; None: there is
+    none. expected: the reference's output of that call. swaps: tokens that still differ with one op swapped, by op.
+    """
+
+    reproduced: bool
+    differing: int
+    call: Call | None
+    tensors: Tensors | None
+    expected: Tensors | None
+    swaps: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is run: a decoder on a sample at a temperature. tokens: int64 [N]."""
+
+    decoder: Decoder
+    tokens: np.ndarray
+    prompt_len: int
+    temperature: float
+
+    def run(self, ops: object) -> tuple[Logprobs, Watched]:
+        """Run it on some ops."""
+        return run(self.decoder, ops, self.tokens, self.prompt_len, self.temperature)
+
+
+def replay(question: Question, record: Record, make_ops: Callable[[], object]) -> Replayed:
+    """Run the reference and a side's ops, find the first op that differs, then swap one op after the other.
+
+    make_ops: gives the ops for one run, for they may keep state.
+    """
+    truth, right = question.run(question.decoder.reference)
+    found, wrong = question.run(make_ops())
+    at = first_difference(wrong.calls, right.calls)
+    tensors = expected = None
+    if at is not None:
+        tensors = question.run(Watched(make_ops(), keep=at))[1].kept
+        expected = question.run(Watched(question.decoder.reference, keep=at))[1].kept
+    return Replayed(
+        reproduced=found.tobytes() == record.logprobs.tobytes(),
+        differing=compare_bits(found, truth).differing,
+        call=None if at is None else wrong.calls[at],
+        tensors=tensors,
+        expected=expected,
+        swaps=dict(_swaps(question, make_ops, truth)) if at is not None else {},
+    )
+
+
+def lines(side: str, replayed: Replayed) -> Iterator[str]:
+    """The report for people."""
+    reproduced = "reproduce the reported bits" if replayed.reproduced else "do NOT reproduce the reported bits"
+    yield f"{side}: these ops {reproduced}; {replayed.differing} tokens differ from the reference"
+    if replayed.call is None:
+        yield f"{side}: no op differs on equal inputs"
+        return
+    assert replayed.tensors is not None
+    assert replayed.expected is not None
+    difference = compare_bits(replayed.tensors.output, replayed.expected.output)
+    yield (
+        f"{side}: first to differ on equal inputs: {replayed.call.op} at {replayed.call.name},"
+        f" {difference.differing} of {difference.compared} values, by {difference.max_abs:.3g} and"
+        f" {difference.max_ulp} units of the last place at most"
+    )
+    for op, left in replayed.swaps.items():
+        verdict = "the difference is gone" if left == 0 else f"{left} tokens still differ"
+        yield f"{side}: with the reference's {op}: {verdict}"
+
+
+def _swaps(question: Question, make_ops: Callable[[], object], truth: Logprobs) -> Iterator[tuple[str, int]]:
+    for op in OPS:
+        # The head's product is part of linear_logp in the reference, and goes with it.
+        with_it = frozenset({op, "gemm_fp32", "logp_from_logits"}) if op == "linear_logp" else frozenset({op})
+        found, _ = question.run(Mixed(make_ops(), question.decoder.reference, with_it))
+        yield op, compare_bits(found, truth).differing

@@ -1,0 +1,131 @@
+"""From a mismatch in the ledger to the op that made it, through a file."""
+
+import io
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from auditor.capsule import Capsule, from_bytes, to_bytes
+from auditor.client import AuditClient
+from auditor.errors import RecordError
+from auditor.faults.ops import HiddenKeys, NativeProducts, broken
+from auditor.judge import judge_pair
+from auditor.records import RolloutRecord, TrainerRecord
+from auditor.replay.report import Question, replay
+from rl_kernel.reference.model import Decoder
+from rl_kernel.reference.ops import Reference
+from tests.auditor.processes import REPOSITORY, running_auditor
+from tests.auditor.samples import CONTRACT, CONTRACTS, pair
+from tests.auditor.test_reference import true_pair, weights_root
+
+__all__ = ["weights_root"]
+
+
+def native(root: Path, sample_id: str) -> tuple[RolloutRecord, TrainerRecord]:
+    """A sample whose trainer ran on native products, and that differs."""
+    decoder = Decoder.open(root / "v000001", CONTRACT)
+    on_native = replace(decoder, reference=broken(NativeProducts, decoder.reference))
+    rollout, trainer = true_pair(root, sample_id)
+    (wrong,) = on_native.logprobs([rollout.tokens.astype(np.int64)], [8], 1.0)
+    assert wrong.tobytes() != rollout.logprobs.tobytes()
+    return rollout, replace(trainer, logprobs=wrong)
+
+
+def edge_sees_itself(reference: Reference) -> Reference:
+    return broken(HiddenKeys, reference, edges=(20,), layers=2)
+
+
+def test_a_capsule_holds_every_bit_and_is_the_same_file_each_time() -> None:
+    rollout, trainer = pair()
+    capsule = Capsule(rollout, trainer, judge_pair(rollout, trainer, CONTRACTS).judgement, rollout.logprobs)
+    content = to_bytes(capsule)
+    back = from_bytes(content)
+    assert to_bytes(back) == content
+    assert back.rollout.logprobs.tobytes() == rollout.logprobs.tobytes()
+    assert back.judgement == capsule.judgement
+    assert len(content) < 4096
+
+
+def test_a_changed_capsule_is_refused() -> None:
+    rollout, trainer = pair()
+    content = to_bytes(Capsule(rollout, trainer, judge_pair(rollout, trainer, CONTRACTS).judgement, None))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    parts["trainer.pb"] = parts["rollout.pb"]
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    with pytest.raises(RecordError, match=r"trainer\.pb of the capsule is not the one that was frozen"):
+        from_bytes(buffer.getvalue())
+    with pytest.raises(RecordError, match="this is no capsule"):
+        from_bytes(b"nothing of the kind")
+
+
+def test_the_first_op_that_differs_on_equal_inputs_is_named_and_its_swap_removes_it(weights_root: Path) -> None:
+    decoder = Decoder.open(weights_root / "v000001", CONTRACT)
+    rollout, _ = true_pair(weights_root, "a")
+    question = Question(decoder, rollout.tokens.astype(np.int64), 8, 1.0)
+    (wrong, _) = question.run(edge_sees_itself(decoder.reference))
+    found = replay(question, replace(rollout, logprobs=wrong), lambda: edge_sees_itself(decoder.reference))
+    assert found.reproduced
+    assert found.differing > 0
+    assert found.call is not None
+    assert (found.call.op, found.call.name) == ("attention", "layers.1.attention")
+    assert found.swaps["attention"] == 0
+    assert min(left for op, left in found.swaps.items() if op != "attention") > 0
+
+
+def test_ops_that_keep_the_contract_show_no_difference(weights_root: Path) -> None:
+    decoder = Decoder.open(weights_root / "v000001", CONTRACT)
+    rollout, _ = true_pair(weights_root, "a")
+    question = Question(decoder, rollout.tokens.astype(np.int64), 8, 1.0)
+    found = replay(question, rollout, lambda: decoder.reference)
+    assert (found.reproduced, found.differing, found.call, found.swaps) == (True, 0, None, {})
+
+
+def test_a_mismatch_is_frozen_by_the_api_and_replayed_by_a_command(weights_root: Path, tmp_path: Path) -> None:
+    rollout, trainer = native(weights_root, "a")
+    flags = ("--weights-root", str(weights_root))
+    with running_auditor(tmp_path, *flags) as auditor:
+        with AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client:
+            client.submit_rollout(rollout)
+            client.submit_trainer(trainer)
+            client.flush(10)
+        auditor.wait_for("/api/v1/runs/run", lambda r: r["by_side"] == {"trainer": 1})
+        with urllib.request.urlopen(f"http://{auditor.http}/api/v1/runs/run/samples/0/a/capsule") as answer:
+            by_api = answer.read()
+        auditor.stop()
+        out = tmp_path / "a.capsule"
+        command = [sys.executable, "-m", "auditor.capsule", str(auditor.ledger), "run", "0", "a", "--out", str(out)]
+        subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    assert out.read_bytes() == by_api
+    tensors = tmp_path / "call.npz"
+    command = [sys.executable, "-m", "auditor.replay", str(out), "--weights-root", str(weights_root)]
+    command += ["--trainer-ops", "auditor.faults.ops:NativeProducts", "--tensors", str(tensors)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "rollout: 0 of 32 reported values differ" in done.stdout
+    assert "trainer: these ops reproduce the reported bits" in done.stdout
+    assert "trainer: first to differ on equal inputs: gemm at layers.0." in done.stdout
+    with np.load(tensors, allow_pickle=False) as kept:
+        assert kept["output"].tobytes() != kept["expected"].tobytes()
+        assert kept["input_0"].shape[0] == 40
+
+
+def test_ops_that_do_not_exist_are_one_line(weights_root: Path, tmp_path: Path) -> None:
+    rollout, trainer = native(weights_root, "a")
+    file = tmp_path / "c"
+    file.write_bytes(to_bytes(Capsule(rollout, trainer, judge_pair(rollout, trainer, CONTRACTS).judgement, None)))
+    command = [sys.executable, "-m", "auditor.replay", str(file), "--weights-root", str(weights_root)]
+    done = subprocess.run(
+        [*command, "--rollout-ops", "none:x"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "'none:x' cannot be loaded" in done.stderr
