@@ -49,8 +49,8 @@ def paged_attention(
     check("paged_attention", "seq_lens", seq_lens, I32, (sequences,))
     if block_table.dtype is not I32 or block_table.dim() != 2 or (block_table.stride(1) != 1 < block_table.shape[1]):
         raise ShapeError(
-            f"paged_attention: block_table is {block_table.dtype} {list(block_table.shape)}; it must be int32 [R,blocks] "
-            "with contiguous rows"
+            f"paged_attention: block_table is {block_table.dtype} {list(block_table.shape)}, strides "
+            f"{list(block_table.stride())}; it must be int32 [R, blocks] with contiguous rows"
         )
     if block_table.shape[0] < sequences:
         raise ShapeError(f"paged_attention: block_table has {block_table.shape[0]} rows for {sequences} sequences")
@@ -64,7 +64,8 @@ def paged_attention(
     extension.paged_attention(
         out.data_ptr(), q.data_ptr(), q_token, k_cache.data_ptr(), v_cache.data_ptr(), k_block, k_token, v_block,
         v_token, blocks, block_size, block_table.data_ptr(), block_table.stride(0), block_table.shape[1],
-        cu_q.data_ptr(), seq_lens.data_ptr(), sequences, tokens, heads, kv_heads, dim, _LOG2E / math.sqrt(dim), KV_PARTIAL, threads(),
+        cu_q.data_ptr(), seq_lens.data_ptr(), sequences, tokens, heads, kv_heads, dim, _LOG2E / math.sqrt(dim),
+        KV_PARTIAL, threads(),
     )  # fmt: skip
     return out
 
