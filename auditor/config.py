@@ -25,6 +25,11 @@ class Config(BaseModel):
     recompute_rate: Annotated[
         float, Field(ge=0, le=1, description="share of agreeing samples that the reference recomputes")
     ] = 0.05
+    recompute_every: Annotated[int, Field(ge=0, description="and all samples of every n-th step; 0: none")] = 0
+    recompute_first: Annotated[int, Field(ge=0, description="and the first k samples of each step")] = 0
+    recompute_per_stratum: Annotated[
+        int, Field(ge=0, description="and the first k of each engine and response length (by powers of two)")
+    ] = 0
     recompute_workers: Annotated[int, Field(ge=1, le=1024, description="processes that run the reference")] = 1
     diagnose_per_step: Annotated[
         int, Field(ge=0, le=1_000_000, description="mismatching samples of a step that causes are searched for")

@@ -32,7 +32,7 @@ from auditor.judge import ReferenceLogprobs
 from auditor.pipeline import Incoming, Pipeline, Receipt, Refused
 from auditor.recompute import RecomputePool
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
-from auditor.sampling import Rate
+from auditor.sampling import Policy, make_policy
 from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
@@ -62,9 +62,7 @@ class Auditor:
         self._parts.callback(self._writer.close)
         self._pool = self._start_pool(config)
         contracts = known_contracts()
-        self._pipeline = Pipeline(
-            contracts, Rate(config.recompute_rate), self._board, self._pool.put if self._pool else None
-        )
+        self._pipeline = Pipeline(contracts, _policy(config), self._board, self._pool.put if self._pool else None)
         live = Live(
             lambda: self._writer.waiting,
             lambda: self._pool.waiting if self._pool else 0,
@@ -177,6 +175,12 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         auditor.close()
     return 1 if failed else 0
+
+
+def _policy(config: Config) -> Policy:
+    return make_policy(
+        config.recompute_rate, config.recompute_every, config.recompute_first, config.recompute_per_stratum
+    )
 
 
 def _configure(arguments: Sequence[str]) -> Config:

@@ -27,7 +27,7 @@ from auditor.judge import (
 )
 from auditor.preconditions import Condition, Contracts
 from auditor.records import Record, RolloutRecord, SampleKey, Side, TrainerRecord
-from auditor.sampling import Policy
+from auditor.sampling import Candidate, Policy
 from auditor.storage.ledger import Stored, Unit
 from auditor.storage.rows import Totals, change
 
@@ -158,7 +158,7 @@ class Pipeline:
             return pair
         _count_tokens(unit, key.run_id, judgement, comparison)
         mismatch = judgement.verdict is Verdict.MISMATCH
-        if self._recompute is not None and (mismatch or self._policy.wants(key)):
+        if self._recompute is not None and (mismatch or self._policy.wants(_candidate(rollout))):
             ask = self._recompute
             unit.after_commit.append(lambda: ask(key, mismatch))
             judgement = replace(judgement, reference=Reference.QUEUED)
@@ -214,6 +214,10 @@ def _tell(observer: Observer, run_id: str, step: int, totals: Totals, gained: To
 
 def _tell_side(observer: Observer, run_id: str, side: Side, step: int, at: float) -> Callable[[], None]:
     return lambda: observer.side_heard(run_id, side, step, at)
+
+
+def _candidate(rollout: RolloutRecord) -> Candidate:
+    return Candidate(rollout.key, rollout.engine_id, rollout.response_len)
 
 
 def _with_causes(judgement: Judgement, rollout: RolloutRecord, trainer: TrainerRecord) -> Judgement:

@@ -1,28 +1,101 @@
-"""Which samples the reference recomputes besides every mismatch, and what that choice can miss."""
+"""Which samples the reference recomputes besides every mismatch, and what that choice can miss.
+
+A fault that makes the two sides differ is always seen, for every pair is compared. What sampling is for is a fault
+that both sides share: then only a recomputation can tell.
+"""
 
 import hashlib
-from dataclasses import dataclass
-from typing import Protocol
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 from auditor.records import SampleKey
 
+_STEPS_REMEMBERED: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sample whose two sides agree. engine_id: that drew it. response_len: tokens of its response."""
+
+    key: SampleKey
+    engine_id: str
+    response_len: int
+
 
 class Policy(Protocol):
-    """A rule that looks at nothing but the name of a sample, so that every auditor and every restart agrees."""
+    """A rule for agreeing samples."""
 
-    def wants(self, key: SampleKey) -> bool:
-        """Whether to recompute this sample although its two sides agree."""
+    def wants(self, candidate: Candidate) -> bool:
+        """Whether to recompute this sample. Asked once a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Each sample with probability `p`, drawn from a hash of its name. p: 0..1."""
+    """Each sample with probability `p`, drawn from a hash of its name: every auditor and every restart agrees."""
 
     p: float
 
-    def wants(self, key: SampleKey) -> bool:
+    def wants(self, candidate: Candidate) -> bool:
         """Whether the hash of the key falls below p."""
-        return unit_hash(key) < self.p
+        return unit_hash(candidate.key) < self.p
+
+
+@dataclass(frozen=True, slots=True)
+class EveryStep:
+    """Every sample of each n-th step, counted from step 0."""
+
+    n: int
+
+    def wants(self, candidate: Candidate) -> bool:
+        """Whether the step is one of them."""
+        return candidate.key.step % self.n == 0
+
+
+@dataclass(slots=True)
+class FirstOfStep:
+    """The first k samples of each step and stratum, in the order in which they are complete.
+
+    stratified: strata are the engine and the response length by powers of two; otherwise a step is one stratum. Counts
+    are kept in memory: after a restart an open step may get up to k more, never fewer.
+    """
+
+    k: int
+    stratified: bool = False
+    _seen: Counter[tuple[str, int, str, int]] = field(default_factory=Counter)
+
+    def wants(self, candidate: Candidate) -> bool:
+        """Whether fewer than k of its stratum were seen."""
+        stratum = (candidate.engine_id, candidate.response_len.bit_length()) if self.stratified else ("", 0)
+        name = (candidate.key.run_id, candidate.key.step, *stratum)
+        self._seen[name] += 1
+        while len(self._seen) > _STEPS_REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        return self._seen[name] <= self.k
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """What at least one of the policies wants; each is asked, for some count what they see."""
+
+    policies: Sequence[Policy]
+
+    def wants(self, candidate: Candidate) -> bool:
+        """Whether one of them wants it."""
+        return any([policy.wants(candidate) for policy in self.policies])
+
+
+def make_policy(rate: float, every: int, first: int, per_stratum: int) -> Policy:
+    """The policy of the settings `recompute_rate`, `_every`, `_first` and `_per_stratum`; 0 leaves one out."""
+    policies: list[Policy] = [Rate(rate)]
+    if every:
+        policies.append(EveryStep(every))
+    if first:
+        policies.append(FirstOfStep(first))
+    if per_stratum:
+        policies.append(FirstOfStep(per_stratum, stratified=True))
+    return AnyOf(policies)
 
 
 def unit_hash(key: SampleKey) -> float:

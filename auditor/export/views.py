@@ -8,10 +8,21 @@ from pydantic import BaseModel
 
 from auditor.compare import Logprobs
 from auditor.drift import statistics
-from auditor.judge import Reference
+from auditor.judge import Reference, Verdict
 from auditor.records import Record, RolloutRecord
+from auditor.sampling import miss_probability
 from auditor.storage import curve
 from auditor.storage.rows import RunRow, SampleRow, StepRow, Totals
+
+
+class Detection(BaseModel):
+    """What recomputing a share buys against a fault that both sides have; a one-sided fault is always seen.
+
+    recomputed_share: of the compared samples. missed: chance that a fault escapes, by the share of samples it is on.
+    """
+
+    recomputed_share: float
+    missed: dict[str, float]
 
 
 class Counts(BaseModel):
@@ -40,6 +51,7 @@ class Counts(BaseModel):
     by_cause: dict[str, int]
     by_reference: dict[str, int]
     missing: dict[str, int]
+    detection: Detection | None
     weight_versions: tuple[int, int] | None
     drift: dict[str, float | int | None]
 
@@ -184,9 +196,19 @@ def counts(totals: Totals) -> dict[str, Any]:
         "by_cause": dict(totals.causes),
         "by_reference": dict(totals.references),
         "missing": dict(totals.missing),
+        "detection": _detection(totals),
         "weight_versions": totals.weight_versions,
         "drift": drift,
     }
+
+
+def _detection(totals: Totals) -> Detection | None:
+    compared = totals.verdict(Verdict.MATCH) + totals.verdict(Verdict.MISMATCH)
+    if compared == 0:
+        return None
+    share = min(1.0, totals.references.get(Reference.DONE.value, 0) / compared)
+    missed = {f"{fault:g}": miss_probability(share, fault, compared) for fault in (0.001, 0.01, 0.1, 1.0)}
+    return Detection(recomputed_share=share, missed=missed)
 
 
 def run_view(row: RunRow) -> Run:
