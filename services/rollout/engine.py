@@ -63,7 +63,7 @@ class EngineOptions:
     max_num_batched_tokens: int = 2048
     kv_cache_mb: int = 64
     prefix_caching: bool = True
-    block_size: int = 64
+    block_size: int = 32
 
     @classmethod
     def of(cls, config: Config, engine_id: str = "rollout-0") -> "EngineOptions":

@@ -86,7 +86,7 @@ def expected_calls(config: Any, *, tp_size: int, steps: int, sampling_steps: int
         "gemm.gemm": 4 * layers * steps + sampling_steps,
         "rms_norm.rms_norm": (1 + 2 * layers * qk_norm) * steps,
         "rms_norm.add_rms_norm": 2 * layers * steps,
-        "rope.rope": 2 * layers * steps,
+        "rope.rope": (2 if qk_norm else 1) * layers * steps,  # normalised queries and keys no longer lie side by side
         "swiglu.swiglu": layers * steps,
         "attention.paged_attention": layers * steps,
         "linear_logp.logp_from_logits": sampling_steps,

@@ -72,8 +72,19 @@ class StrictRotaryEmbedding(RotaryEmbedding):
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """query[T,H·D], key[T,G·D], positions[T] int64 → both rotated."""
-        return self._rotate(query, positions), None if key is None else self._rotate(key, positions)
+        """query[T,H·D], key[T,G·D], positions[T] int64 → both rotated; in one call where they lie side by side."""
+        if key is None:
+            return self._rotate(query, positions), None
+        tokens, width = query.shape
+        both = width + key.shape[1]
+        if (
+            key.data_ptr() == query.data_ptr() + 2 * width
+            and query.stride() == key.stride()
+            and query.stride(0) >= both
+        ):
+            rotated = self._rotate(query.as_strided((tokens, both), query.stride()), positions)
+            return rotated[:, :width], rotated[:, width:]
+        return self._rotate(query, positions), self._rotate(key, positions)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x_THD = x.view(x.shape[0], -1, self.head_size)
