@@ -11,13 +11,16 @@ import argparse
 import hashlib
 import io
 import json
+import struct
 import sys
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from auditor.codec import decode, encode
 from auditor.compare import Logprobs
@@ -28,6 +31,21 @@ from auditor.storage.database import open_database
 from auditor.storage.reader import Reader
 
 _FORMAT: Final = 1
+# What zipfile, zlib, json and the codec raise on a file that somebody changed.
+_BROKEN: Final = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    DecodeError,
+    AttributeError,
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _LIMIT: Final = 1 << 30  # bytes of one part, so that no crafted file fills the memory
 
 
@@ -86,10 +104,10 @@ def from_bytes(content: bytes) -> Capsule:
                 raise RecordError(f"{name} of the capsule is not the one that was frozen")
         rollout, trainer = decode(parts["rollout.pb"]), decode(parts["trainer.pb"])
         judgement = Judgement.from_json(head["judgement"])
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
+    except _BROKEN as error:
         if isinstance(error, RecordError):
             raise
-        raise RecordError(f"this is no capsule: {error}") from None
+        raise RecordError(f"this is no capsule: {' '.join(str(error).split())}") from None
     if not (isinstance(rollout, RolloutRecord) and isinstance(trainer, TrainerRecord)):
         raise RecordError("the capsule's records are not one of each side")
     raw = parts.get("reference.f32")

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from auditor.errors import ConfigError
+from auditor.tls import TlsFiles
 
 
 class Config(BaseModel):
@@ -38,6 +39,13 @@ class Config(BaseModel):
         Path | None,
         Field(description="file with the bearer token that every call must carry; read again when it changes"),
     ] = None
+    tls_certificate: Annotated[
+        Path | None, Field(description="PEM chain for both ports; read again when it changes")
+    ] = None
+    tls_key: Annotated[Path | None, Field(description="PEM key of that certificate")] = None
+    tls_client_ca: Annotated[
+        Path | None, Field(description="PEM authority that must have signed every client's certificate")
+    ] = None
     insecure: Annotated[
         bool, Field(description="serve beyond this machine without a token: whoever reaches the port may write")
     ] = False
@@ -49,11 +57,17 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _is_safe(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key are given together or not at all")
+        if self.tls_client_ca is not None and self.tls_key is None:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         for name, address in (("grpc", self.grpc), ("http", self.http)):
             host, _ = split_address(name, address)
-            if not _is_loopback(host) and self.token_file is None and not self.insecure:
+            guarded = self.token_file is not None or self.tls_client_ca is not None
+            if not (_is_loopback(host) or guarded or self.insecure):
                 raise ValueError(
-                    f"{name}: {address} can be reached from other machines; give token_file, or insecure: true"
+                    f"{name}: {address} can be reached from other machines;"
+                    " give token_file, tls_client_ca, or insecure: true"
                 )
         return self
 
@@ -76,6 +90,13 @@ def load_config(path: Path | None, flags: dict[str, Any]) -> Config:
         raise ConfigError(f"{path or 'flags'}: {field}{': ' if field else ''}{message}") from None
     _check_paths(config)
     return config
+
+
+def tls_files(config: Config) -> TlsFiles | None:
+    """The certificate files, or None where the ports speak plain text."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    return TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:

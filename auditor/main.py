@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 
 from auditor.bearer import TokenFile
-from auditor.config import Config, load_config, split_address
+from auditor.config import Config, load_config, split_address, tls_files
 from auditor.contracts import known_contracts
 from auditor.errors import AuditorError, ConfigError, RecomputeError
 from auditor.export.api import make_api
@@ -36,6 +36,7 @@ from auditor.sampling import Policy, make_policy
 from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
+from auditor.tls import Renewal, TlsFiles, grpc_credentials, http_context
 from auditor.writer import Writer
 
 log = logging.getLogger("auditor")
@@ -74,12 +75,18 @@ class Auditor:
         token = TokenFile(config.token_file)
         names = {digest: f"{c.profile.name}/segments={c.segments}" for digest, c in contracts.items()}
         api = make_api(self._reader, self._metrics, token, version, names)
-        http = self._start_http(api, config.http)
+        tls = tls_files(config)
+        http = self._start_http(api, config.http, tls)
         limits = Limits(message_bytes=config.message_bytes, tokens=config.sample_tokens)
         host, port = split_address("grpc", config.grpc)
         # gRPC would say on stderr, in its own words, what `_listen` says in one line.
         _listen("gRPC", config.grpc).close()
-        server, port = start_server(AuditService(self._accept, limits, token), f"{host}:{port}", limits, None)
+        server, port = start_server(
+            AuditService(self._accept, limits, token),
+            f"{host}:{port}",
+            limits,
+            grpc_credentials(tls) if tls else None,
+        )
         self._parts.callback(lambda: server.stop(grace=5).wait())
         self.addresses = {"grpc": f"{host}:{port}", "http": http}
         self._requeue()
@@ -123,10 +130,15 @@ class Auditor:
         future = self._writer.submit(lambda unit: self._pipeline.conclude(unit, key, outcome), block=True)
         future.add_done_callback(lambda done: _report(key, done.exception()))
 
-    def _start_http(self, api: Any, address: str) -> str:
+    def _start_http(self, api: Any, address: str, tls: TlsFiles | None) -> str:
         """Serve in a thread; returns the bound host:port."""
+        settings = uvicorn.Config(api, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+        if tls is not None:
+            settings.load()
+            settings.ssl = http_context(tls)
+            self._parts.callback(Renewal(tls, settings.ssl).close)
         listener = _listen("HTTP", address)
-        server = uvicorn.Server(uvicorn.Config(api, log_level="warning", access_log=False, timeout_graceful_shutdown=2))
+        server = uvicorn.Server(settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
         thread.start()
 
