@@ -30,6 +30,13 @@ def _check_device(index: int) -> None:
         )
 
 
+@cache
+def multiprocessors(index: int) -> int:
+    """How many multiprocessors the device has: programs that stay and walk their tiles start once on each."""
+    count: int = torch.cuda.get_device_properties(index).multi_processor_count
+    return count
+
+
 def require(op: str, name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int | None) -> None:
     """Raise ShapeError unless `tensor` is a contiguous CUDA tensor of this dtype and shape (None: any size)."""
     _require(op, name, tensor, dtype, shape)

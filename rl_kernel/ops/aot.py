@@ -107,7 +107,7 @@ def _attention() -> Iterator[Kernel]:
         group = 3 if dim == 64 else 4
         yield _kernel(
             _ATTENTION, "attention_kernel", forward, warps, stages, matrix=True, exp2=True,
-            HEADS=8 * group, KV_HEADS=8, D=dim, PACK=pack, ROWS=rows, WIDTH=16, PARTIAL=1024, PAGE=page, SPLIT=split,
+            HEADS=8 * group, KV_HEADS=8, D=dim, PACK=pack, ROWS=rows, WIDTH=16, PARTIAL=1024, PAGE=page, SPLIT=split, TMA=False,
         )  # fmt: skip
     yield _kernel(
         _ATTENTION, "merge_kernel", "*bf16 *fp32 *fp32 *fp32 *i32 *i32 i32 i32", 1, exp2=True,
@@ -143,14 +143,25 @@ def _logp() -> Iterator[Kernel]:
         _LOGP, "merge_kernel", "*fp32 *fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32", 1, exp2=True,
         BLOCK=32, CONTINUE=False, FINISH=True, UNROLL=16,
     )  # fmt: skip
-    yield _kernel(_LOGP, "vocab_stats_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32", 4, exp2=True, ROWS=16)
+    yield _kernel(
+        _LOGP,
+        "vocab_stats_kernel",
+        "*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32",
+        4,
+        exp2=True,
+        ROWS=16,
+        HEATED=True,
+    )
+    yield _kernel(_LOGP, "take_target_kernel", "*fp32 *fp32 *i64 *fp32 i32 i32 i32 i32", 4, BLOCK=128)
     yield _kernel(_LOGP, "gather_logp_kernel", "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 1, BLOCK=128)
 
 
 def _rows() -> Iterator[Kernel]:
     norm = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32:16 i32:16 fp32"
     for residual, chunks, rows, warps in ((False, 32, 4, 2), (True, 32, 4, 2), (False, 1, 16, 4)):
-        yield _kernel(_NORM, "rms_norm_kernel", norm, warps, CHUNKS=chunks, RESIDUAL=residual, ROWS=rows, UNROLL=4)
+        yield _kernel(
+            _NORM, "rms_norm_kernel", norm, warps, CHUNKS=chunks, RESIDUAL=residual, ROWS=rows, UNROLL=4, EVEN=True
+        )
     yield _kernel(
         _NORM,
         "rms_norm_dx_kernel",
@@ -158,7 +169,7 @@ def _rows() -> Iterator[Kernel]:
         2,
         CHUNKS=32,
         ROWS=4,
-        UNROLL=4,
+        UNROLL=4, EVEN=True,
     )
     yield _kernel(
         _NORM, "rms_norm_dw_kernel", "*fp32 *fp32 *bf16 *bf16 i32 i32 i32:16 i32:16 i32:16", 1, COLUMNS=32, UNROLL=32

@@ -35,7 +35,7 @@ def push(carry, segment, s0, s1, s2, LEVELS: tl.constexpr):  # type: ignore[no-u
     return carry, s0, s1, s2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])  # m = 1 as a constant would spoil the loads of a
 def gemm_kernel(
     y, a, b, m, n, length, am, ak, bk, bn, segments,
     LEVELS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,

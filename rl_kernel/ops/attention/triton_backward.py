@@ -58,11 +58,11 @@ def dq_kernel(
     WIDTH: tl.constexpr, EX2: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """ROWS queries of one head; the chain runs over the keys."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
     start, length, first = find_tile(cu, sequences, tile, ROWS, WIDTH)
     if first >= length:
         return
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     kv_head = head // (HEADS // KV_HEADS)
     query = first + tl.arange(0, ROWS)
     here = query < length
@@ -95,10 +95,10 @@ def dkdv_kernel(
     WIDTH: tl.constexpr, EX2: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """KEYS keys for one query head; the chains run over the queries. dk, dv: [T,H,D] fp32, unscaled."""
-    start, length, first = find_tile(cu, sequences, tl.program_id(0), KEYS, WIDTH)
+    start, length, first = find_tile(cu, sequences, tl.program_id(1), KEYS, WIDTH)
     if first >= length:
         return
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     kv_head = head // (HEADS // KV_HEADS)
     key = first + tl.arange(0, KEYS)
     d = tl.arange(0, D)
@@ -207,12 +207,12 @@ def attention_backward(
         "num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False,
     }  # fmt: skip
     score_scale, scale = float(attention_scale(dim)), float(np.float32(1.0 / np.sqrt(np.float64(dim))))
-    dq_kernel[(tokens // shape.dq_rows + sequences, heads)](
+    dq_kernel[(heads, tokens // shape.dq_rows + sequences)](
         dq, dout, q, k, v, m, inverse, delta, cu, sequences, dout_token, q_token, k_token, v_token,
     score_scale, scale,
         ROWS=shape.dq_rows, KEYS=shape.dq_keys, **common,
     )  # fmt: skip
-    dkdv_kernel[(tokens // shape.kv_keys + sequences, heads)](
+    dkdv_kernel[(heads, tokens // shape.kv_keys + sequences)](
         parts[0], parts[1], dout, q, k, v, m, inverse, delta, cu, sequences,
         dout_token, q_token, k_token, v_token, score_scale, KEYS=shape.kv_keys, ROWS=shape.kv_rows, **common,
     )  # fmt: skip

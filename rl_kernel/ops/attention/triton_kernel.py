@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_kernel.contracts.v1 import KV_BLOCK, KV_PARTIAL
 from rl_kernel.errors import ShapeError
 from rl_kernel.ops.accelerator import BF16, EX2, F32, I32, require, require_rows
+from rl_kernel.ops.attention import gluon_kernel
 from rl_kernel.ops.attention.triton_backward import HEAD_DIMS, attention_backward
 from rl_kernel.ops.triton_scalar import NEG_INF, canonical, exp2, narrow
 from rl_kernel.reference.ops import attention_scale
@@ -58,48 +60,6 @@ def not_finite(p, seen, wide, odd):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def key_block(
-    m, l, acc, query, k, v, table, first, keys, last, scale, k_page, k_token, v_page, v_token, columns,
-    MASKED: tl.constexpr, PAGE: tl.constexpr, EX2: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """One block of 64 keys from `first` on. keys: of the sequence; last[rows]: the last key that each row sees."""
-    key = first + tl.arange(0, BLOCK)
-    if PAGE:
-        page = tl.load(table + key // PAGE, mask=key < keys, other=0).to(tl.int64)
-        k_row, v_row = page * k_page + key % PAGE * k_token, page * v_page + key % PAGE * v_token
-    else:
-        k_row, v_row = key.to(tl.int64) * k_token, key.to(tl.int64) * v_token
-    k_at, v_at = k + k_row[:, None] + columns[None, :], v + v_row[:, None] + columns[None, :]
-    if MASKED:
-        keys_in = tl.load(k_at, mask=(key < keys)[:, None], other=0.0)
-        values = tl.load(v_at, mask=(key < keys)[:, None], other=0.0)
-    else:
-        keys_in, values = tl.load(k_at), tl.load(v_at)
-    s = tl.dot(query, tl.trans(keys_in)) * scale
-    if MASKED:
-        seen = key[None, :] <= last[:, None]
-        s = tl.where(seen, s, NEG_INF)
-    top = tl.maximum(m, tl.max(s, 1))
-    p = exp2(s - top[:, None], EX2)
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
-    # A row that has seen no key of this partial yet keeps its zeros; -inf - -inf would be NaN.
-    alpha = tl.where(top == NEG_INF, 1.0, exp2(m - top, EX2))
-    weights = p.to(tl.bfloat16)
-    acc = acc * alpha[:, None]
-    if MASKED:
-        # 0 * inf would be NaN: what a row does not see must not reach it, so such values take a way of their own.
-        wide = values.to(tl.float32)
-        odd = (wide - wide) != 0.0
-        if tl.max(odd.to(tl.int32)) > 0:
-            acc += not_finite(p, seen, wide, odd)
-            values = tl.where(odd, 0.0, wide).to(tl.bfloat16)
-    acc = tl.dot(weights, values, acc)
-    l = tl.dot(weights, tl.full((BLOCK, ONES), 1.0, tl.bfloat16), l * alpha[:, None])
-    return top, l, acc
-
-
-@triton.jit
 def merge(m1, l1, acc1, m2, l2, acc2, EX2: tl.constexpr):  # type: ignore[no-untyped-def]
     """Two neighbouring partials into one; an empty one (m = -inf, l = 0, acc = 0) changes no bit of the other."""
     m = tl.maximum(m1, m2)
@@ -109,36 +69,104 @@ def merge(m1, l1, acc1, m2, l2, acc2, EX2: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
+def attend(
+    m, l, acc, m_all, l_all, acc_all, query, k, v, table, begin, end, keys, last, scale, start, column,
+    k_page, k_token, v_page, v_token,
+    MASKED: tl.constexpr, D: tl.constexpr, PARTIAL: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
+    TMA: tl.constexpr, EX2: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Blocks begin .. end of 64 keys. m, l, acc: the open partial; m_all, l_all, acc_all: those before it, merged.
+
+    keys: of the sequence; last[rows]: the last key that each row sees.
+    """
+    columns = column + tl.arange(0, D)
+    for block in range(begin, end):
+        key = block * BLOCK + tl.arange(0, BLOCK)
+        if TMA:
+            keys_in = k.load([start + block * BLOCK, column])
+        else:
+            if PAGE:
+                page = tl.load(table + key // PAGE, mask=key < keys, other=0).to(tl.int64)
+                k_at, v_at = page * k_page + key % PAGE * k_token, page * v_page + key % PAGE * v_token
+            else:
+                k_at, v_at = key.to(tl.int64) * k_token, key.to(tl.int64) * v_token
+            k_from, v_from = k + k_at[:, None] + columns[None, :], v + v_at[:, None] + columns[None, :]
+            if MASKED:
+                keys_in = tl.load(k_from, mask=(key < keys)[:, None], other=0.0)
+            else:
+                keys_in = tl.load(k_from)
+        s = tl.dot(query, tl.trans(keys_in)) * scale
+        if MASKED:
+            seen = key[None, :] <= last[:, None]
+            s = tl.where(seen, s, NEG_INF)
+        opens = block % (PARTIAL // BLOCK) == 0
+        before = m if SPLIT else tl.where(opens, NEG_INF, m)
+        top = tl.maximum(before, tl.max(s, 1))
+        p = exp2(s - top[:, None], EX2)
+        if MASKED:
+            p = tl.where(seen, p, 0.0)
+        # A row that has seen no key of this partial yet keeps its zeros; -inf - -inf would be NaN.
+        alpha = tl.where(top == NEG_INF, 1.0, exp2(before - top, EX2))
+        weights = p.to(tl.bfloat16)
+        if TMA:
+            values = v.load([start + block * BLOCK, column])
+        elif MASKED:
+            values = tl.load(v_from, mask=(key < keys)[:, None], other=0.0)
+        else:
+            values = tl.load(v_from)
+        # Here, and not where the partial opens: until here the product of the block before may still be running.
+        if not SPLIT:
+            if opens & (block > 0):
+                m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc, EX2)
+                l = tl.zeros_like(l)
+                acc = tl.zeros_like(acc)
+        m = top
+        acc = acc * alpha[:, None]
+        if MASKED:
+            # 0 * inf would be NaN: what a row does not see must not reach it, so such values take a way of their own.
+            wide = values.to(tl.float32)
+            odd = (wide - wide) != 0.0
+            if tl.max(odd.to(tl.int32)) > 0:
+                acc += not_finite(p, seen, wide, odd)
+                values = tl.where(odd, 0.0, wide).to(tl.bfloat16)
+        acc = tl.dot(weights, values, acc)
+        l = tl.dot(weights, tl.full((BLOCK, ONES), 1.0, tl.bfloat16), l * alpha[:, None])
+    return m, l, acc, m_all, l_all, acc_all
+
+
+@triton.jit
 def attention_kernel(
     out, m_out, l_out, acc_out, q, k, v, table, cu_q, cu_k, lens, sequences, total_rows, table_width, q_token,
     k_page, k_token, v_page, v_token, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, PARTIAL: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, EX2: tl.constexpr,
+    WIDTH: tl.constexpr, PARTIAL: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
+    EX2: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """ROWS rows of one head (or of the PACK heads of one kv head) against all their keys, or SPLIT: one partial.
 
-    PAGE: keys a page of the cache, 0 where k and v are [T',G,D] with offsets cu_k.
+    PAGE: keys a page of the cache, 0 where k and v are [T',G,D] with offsets cu_k. TMA: k and v are descriptors.
     """
     queries: tl.constexpr = ROWS // PACK
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
     sequence, start, length, first_query = find_sequence(cu_q, sequences, tile, queries, WIDTH)
     if first_query >= length:
         return
-    head = tl.program_id(1) * PACK
+    head = tl.program_id(0) * PACK
     kv_head = head // (HEADS // KV_HEADS)
+    key_start = 0
     if PAGE:
         keys = tl.load(lens + sequence)
         table += sequence.to(tl.int64) * table_width
     else:
         key_start = tl.load(cu_k + sequence)
         keys = tl.load(cu_k + sequence + 1) - key_start
-        k += key_start.to(tl.int64) * k_token
-        v += key_start.to(tl.int64) * v_token
+        if not TMA:
+            k += key_start.to(tl.int64) * k_token
+            v += key_start.to(tl.int64) * v_token
     row = tl.arange(0, ROWS)
     query_index = first_query + row // PACK
     here = (query_index < length) & (row < queries * PACK)
     last = keys - length + query_index
-    columns = kv_head * D + tl.arange(0, D)
     place = (start + query_index).to(tl.int64) * HEADS + head + row % PACK
     q_at = (start + query_index).to(tl.int64) * q_token + (head + row % PACK) * D
     query = tl.load(q + q_at[:, None] + tl.arange(0, D)[None, :], mask=here[:, None], other=0.0)
@@ -157,28 +185,14 @@ def attention_kernel(
     l = tl.zeros((ROWS, ONES), tl.float32)
     acc = tl.zeros((ROWS, D), tl.float32)
     m_all, l_all, acc_all = m, l, acc
-    for block in range(begin, full):
-        if not SPLIT:
-            if (block % (PARTIAL // BLOCK) == 0) & (block > 0):
-                m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc, EX2)
-                m = tl.full((ROWS,), NEG_INF, tl.float32)
-                l = tl.zeros((ROWS, ONES), tl.float32)
-                acc = tl.zeros((ROWS, D), tl.float32)
-        m, l, acc = key_block(
-            m, l, acc, query, k, v, table, block * BLOCK, keys, last, scale,
-            k_page, k_token, v_page, v_token, columns, False, PAGE, EX2,
-        )  # fmt: skip
-    for block in range(max(begin, full), end):
-        if not SPLIT:
-            if (block % (PARTIAL // BLOCK) == 0) & (block > 0):
-                m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc, EX2)
-                m = tl.full((ROWS,), NEG_INF, tl.float32)
-                l = tl.zeros((ROWS, ONES), tl.float32)
-                acc = tl.zeros((ROWS, D), tl.float32)
-        m, l, acc = key_block(
-            m, l, acc, query, k, v, table, block * BLOCK, keys, last, scale,
-            k_page, k_token, v_page, v_token, columns, True, PAGE, EX2,
-        )  # fmt: skip
+    m, l, acc, m_all, l_all, acc_all = attend(
+        m, l, acc, m_all, l_all, acc_all, query, k, v, table, begin, full, keys, last, scale, key_start,
+        kv_head * D, k_page, k_token, v_page, v_token, False, D, PARTIAL, PAGE, SPLIT, TMA, EX2,
+    )  # fmt: skip
+    m, l, acc, m_all, l_all, acc_all = attend(
+        m, l, acc, m_all, l_all, acc_all, query, k, v, table, max(begin, full), end, keys, last, scale, key_start,
+        kv_head * D, k_page, k_token, v_page, v_token, True, D, PARTIAL, PAGE, SPLIT, TMA, EX2,
+    )  # fmt: skip
     if SPLIT:
         place += tl.program_id(2).to(tl.int64) * total_rows
         tl.store(m_out + place, m, mask=here)
@@ -276,16 +290,29 @@ def attention(
     m, l = (torch.empty((tokens, heads), dtype=F32, device=q.device) for _ in range(2))
     if not q.numel() or not sequences:
         return out, m, l
+    aligned = (q_token | k_token | v_token) % 8 == 0 and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    if launch is None and EX2 and aligned and dim in gluon_kernel.HEAD_DIMS and k.numel():
+        scale = float(attention_scale(dim))
+        gluon_kernel.attention(out, m, l, q, k, v, cu_q, cu_k, (q_token, k_token, v_token), scale)
+        return out, m, l
     shape = launch or launch_for(tokens, sequences, heads // k.shape[1], dim, k.shape[0], False)
-    grid = (tokens // (shape.rows // shape.pack) + sequences, heads // shape.pack, 1)
+    grid = (heads // shape.pack, tokens // (shape.rows // shape.pack) + sequences, 1)
+    tma = aligned and k.shape[0] > 0
+    keys_in, values = (_descriptor(x, stride) if tma else x for x, stride in ((k, k_token), (v, v_token)))
     attention_kernel[grid](
-        out, m, l, m, q, k, v, cu_q, cu_q, cu_k, cu_q, sequences, 0, 0, q_token, 0, k_token, 0, v_token,
+        out, m, l, m, q, keys_in, values, cu_q, cu_q, cu_k, cu_q, sequences, 0, 0, q_token, 0, k_token, 0, v_token,
         float(attention_scale(dim)),
         HEADS=heads, KV_HEADS=k.shape[1], D=dim, PACK=shape.pack, ROWS=shape.rows,
-        WIDTH=triton.next_power_of_2(sequences), PARTIAL=KV_PARTIAL, PAGE=0, SPLIT=False, EX2=EX2,
+        WIDTH=triton.next_power_of_2(sequences), PARTIAL=KV_PARTIAL, PAGE=0, SPLIT=False, TMA=tma, EX2=EX2,
         num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out, m, l
+
+
+def _descriptor(x: torch.Tensor, stride: int) -> TensorDescriptor:
+    """x[T,G,D] as a matrix [T,G*D] that the bulk copy engine reads in blocks of 64 keys of one head."""
+    keys, heads, dim = x.shape
+    return TensorDescriptor(x, [keys, heads * dim], [stride, 1], [KV_BLOCK, dim])
 
 
 def paged_attention(
@@ -319,12 +346,12 @@ def paged_attention(
     m, l = (torch.empty((partials, tokens, heads), dtype=F32, device=q.device) for _ in range(2))
     acc = torch.empty((partials, tokens, heads, dim), dtype=F32, device=q.device) if shape.split else m
     width = triton.next_power_of_2(sequences)
-    grid = (tokens // (shape.rows // shape.pack) + sequences, heads // shape.pack, partials)
+    grid = (heads // shape.pack, tokens // (shape.rows // shape.pack) + sequences, partials)
     attention_kernel[grid](
         out, m, l, acc, q, k_cache, v_cache, block_table, cu_q, cu_q, seq_lens, sequences, tokens * heads,
         block_table.stride(0), q_token, k_page, k_token, v_page, v_token, float(attention_scale(dim)),
         HEADS=heads, KV_HEADS=kv_heads, D=dim, PACK=shape.pack, ROWS=shape.rows, WIDTH=width, PARTIAL=KV_PARTIAL,
-        PAGE=page, SPLIT=shape.split, EX2=EX2,
+        PAGE=page, SPLIT=shape.split, TMA=False, EX2=EX2,
         num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if shape.split:

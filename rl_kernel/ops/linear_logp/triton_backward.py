@@ -17,7 +17,7 @@ from rl_kernel.ops.triton_tree import tree_sum
 GRADIENTS = 1 << 26  # logit gradients held at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def logit_gradient_kernel(
     dlogits, h, w, target, lse, dlogp, temperature, tokens, h_stride, vocab_start, vocab, k, first, width,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, HEATED: tl.constexpr, EX2: tl.constexpr,

@@ -17,14 +17,15 @@ UNROLL = 4  # chunks whose loads are in flight together
 
 @triton.jit
 def _rstd(lanes, n, eps):  # type: ignore[no-untyped-def]
-    mean = tl.div_rn(tree(lanes, 7), tl.full((lanes.shape[0],), 0.0, tl.float32) + n.to(tl.float32))
+    total = tree(lanes, 7)
+    mean = tl.div_rn(total, tl.zeros_like(total) + n * 1.0)
     return tl.div_rn(tl.full(mean.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
 
 
 @triton.jit
 def rms_norm_kernel(
     y, new_residual, x, residual, w, rows, inner, stride, n, eps,
-    CHUNKS: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    CHUNKS: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """One program normalises ROWS rows of n <= 128*CHUNKS features, which the L1 keeps between the two passes.
 
@@ -36,7 +37,7 @@ def rms_norm_kernel(
     x_at = ((row // inner).to(tl.int64) * stride + (row % inner) * n)[:, None] + lane[None, :]
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     for c in tl.range(0, CHUNKS, loop_unroll_factor=UNROLL):
-        here = (row[:, None] < rows) & (c * LANES + lane[None, :] < n)
+        here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
         value = tl.load(x + x_at + c * LANES, mask=here, other=0.0).to(tl.float32)
         if RESIDUAL:
             value += tl.load(residual + at + c * LANES, mask=here, other=0.0).to(tl.float32)
@@ -49,16 +50,16 @@ def rms_norm_kernel(
         tl.debug_barrier()  # the second pass reads what other threads of this program may have written
     r = _rstd(lanes, n, eps)[:, None]
     for c in tl.range(0, CHUNKS, loop_unroll_factor=UNROLL):
-        here = (row[:, None] < rows) & (c * LANES + lane[None, :] < n)
+        here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
         source = new_residual + at if RESIDUAL else x + x_at
         value = tl.load(source + c * LANES, mask=here, other=0.0).to(tl.float32)
-        gain = tl.load(w + c * LANES + lane, mask=c * LANES + lane < n, other=0.0).to(tl.float32)[None, :]
+        gain = tl.load(w + c * LANES + lane, mask=EVEN | (c * LANES + lane < n), other=0.0).to(tl.float32)[None, :]
         tl.store(y + at + c * LANES, narrow(round_bf16(value * r) * gain), mask=here)
 
 
 @triton.jit
 def rms_norm_dx_kernel(
-    dx, rstd, dy, x, w, rows, inner, dy_stride, x_stride, n, eps, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr
+    dx, rstd, dy, x, w, rows, inner, dy_stride, x_stride, n, eps, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """dx, and 1/rms of every row for the dw kernel."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -68,7 +69,7 @@ def rms_norm_dx_kernel(
     x_at, dy_at = (outer * x_stride)[:, None] + offset, (outer * dy_stride)[:, None] + offset
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     for c in tl.range(0, CHUNKS, loop_unroll_factor=UNROLL):
-        here = (row[:, None] < rows) & (c * LANES + lane[None, :] < n)
+        here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
         value = tl.load(x + x_at + c * LANES, mask=here, other=0.0).to(tl.float32)
         lanes = tl.fma(value, value, lanes)
     r = _rstd(lanes, n, eps)
@@ -76,20 +77,20 @@ def rms_norm_dx_kernel(
     r = r[:, None]
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     for c in tl.range(0, CHUNKS, loop_unroll_factor=UNROLL):
-        here = (row[:, None] < rows) & (c * LANES + lane[None, :] < n)
+        here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
         t = tl.load(x + x_at + c * LANES, mask=here, other=0.0).to(tl.float32) * r
-        gain = tl.load(w + c * LANES + lane, mask=c * LANES + lane < n, other=0.0).to(tl.float32)[None, :]
+        gain = tl.load(w + c * LANES + lane, mask=EVEN | (c * LANES + lane < n), other=0.0).to(tl.float32)[None, :]
         g = tl.load(dy + dy_at + c * LANES, mask=here, other=0.0).to(tl.float32) * gain
         # Only here can a lane hold -0, so an absent feature must leave it alone.
         lanes = tl.where(here, tl.fma(g, t, lanes), lanes)
     total = tree(lanes, 7)
-    c_row = tl.div_rn(total, tl.zeros_like(total) + n.to(tl.float32))[:, None]
+    c_row = tl.div_rn(total, tl.zeros_like(total) + n * 1.0)[:, None]
     for c in tl.range(0, CHUNKS, loop_unroll_factor=UNROLL):
-        here = (row[:, None] < rows) & (c * LANES + lane[None, :] < n)
+        here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
         t = tl.load(x + x_at + c * LANES, mask=here, other=0.0).to(tl.float32) * r
-        gain = tl.load(w + c * LANES + lane, mask=c * LANES + lane < n, other=0.0).to(tl.float32)[None, :]
+        gain = tl.load(w + c * LANES + lane, mask=EVEN | (c * LANES + lane < n), other=0.0).to(tl.float32)[None, :]
         g = tl.load(dy + dy_at + c * LANES, mask=here, other=0.0).to(tl.float32) * gain
-        value = r * tl.fma(-t, c_row + tl.zeros_like(t), g)
+        value = r * tl.fma(t * -1.0, c_row + tl.zeros_like(t), g)  # Triton's -t is 0 - t, which loses the sign of zero
         tl.store(dx + at + c * LANES, narrow(value), mask=here)
 
 
@@ -139,7 +140,7 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     if rows:
         rms_norm_kernel[(triton.cdiv(rows, per_program),)](
             y, y, x, x, w, rows, inner, stride, n, eps,
-            CHUNKS=chunks, RESIDUAL=False, ROWS=per_program, UNROLL=UNROLL, num_warps=warps, enable_fp_fusion=False,
+            CHUNKS=chunks, RESIDUAL=False, ROWS=per_program, UNROLL=UNROLL, EVEN=n % 128 == 0, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return y
 
@@ -157,7 +158,7 @@ def add_rms_norm(
     if rows:
         rms_norm_kernel[(triton.cdiv(rows, per_program),)](
             y, total, x, residual, w, rows, 1, n, n, eps,
-            CHUNKS=chunks, RESIDUAL=True, ROWS=per_program, UNROLL=UNROLL, num_warps=warps, enable_fp_fusion=False,
+            CHUNKS=chunks, RESIDUAL=True, ROWS=per_program, UNROLL=UNROLL, EVEN=n % 128 == 0, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return y, total
 
@@ -182,7 +183,7 @@ def rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, eps: f
     chunks, per_program, warps = _launch(rows, n)
     rms_norm_dx_kernel[(triton.cdiv(rows, per_program),)](
         dx, rstd, dy, x, w, rows, inner, dy_stride, x_stride, n, eps,
-        CHUNKS=chunks, ROWS=per_program, UNROLL=UNROLL, num_warps=warps, enable_fp_fusion=False,
+        CHUNKS=chunks, ROWS=per_program, UNROLL=UNROLL, EVEN=n % 128 == 0, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     runs = groups // inner
     rms_norm_dw_kernel[(triton.cdiv(groups * n, 32),)](

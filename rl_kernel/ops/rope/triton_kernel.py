@@ -24,13 +24,14 @@ def rope_kernel(
     angle = position[:, None] * HALF + i[None, :]
     c = tl.load(cos + angle, mask=inside, other=float("nan"))
     s = tl.load(sin + angle, mask=inside, other=float("nan"))
+    # Multiplied by -1, since Triton's -x is 0 - x and loses the sign of zero.
     if INVERSE:
-        s = -s
+        s = s * -1.0
     at = row.to(tl.int64)[:, None] * (2 * HALF) + i[None, :]
     x_at = ((row // heads).to(tl.int64) * stride + (row % heads) * (2 * HALF))[:, None] + i[None, :]
     x1 = tl.load(x + x_at, mask=here, other=0.0).to(tl.float32)
     x2 = tl.load(x + x_at + HALF, mask=here, other=0.0).to(tl.float32)
-    tl.store(y + at, narrow(tl.fma(x1, c, -(x2 * s))), mask=here)
+    tl.store(y + at, narrow(tl.fma(x1, c, (x2 * s) * -1.0)), mask=here)
     tl.store(y + at + HALF, narrow(tl.fma(x2, c, x1 * s)), mask=here)
 
 

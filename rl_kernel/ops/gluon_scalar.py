@@ -1,0 +1,27 @@
+"""What `triton_scalar` says, for Gluon kernels, whose tensors carry their layout."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def narrow(x):  # type: ignore[no-untyped-def]
+    """Round fp32 to bf16, to nearest even; NaN becomes 0x7fc0."""
+    nan = gl.full(x.shape, 0x7FC0, gl.int16, layout=x.type.layout).to(gl.bfloat16, bitcast=True)
+    return gl.where(x == x, x.to(gl.bfloat16), nan)
+
+
+@gluon.jit
+def canonical(x):  # type: ignore[no-untyped-def]
+    """Replace every NaN by 0x7fc00000."""
+    nan = gl.full(x.shape, 0x7FC00000, gl.int32, layout=x.type.layout).to(gl.float32, bitcast=True)
+    return gl.where(x == x, x, nan)
+
+
+@gluon.jit
+def stored(x, FP32: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The value as an op stores it: fp32 or bf16, with one kind of NaN."""
+    if FP32:
+        return canonical(x)
+    else:
+        return narrow(x)

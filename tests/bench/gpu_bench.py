@@ -1,0 +1,263 @@
+"""Strict ops against the native peers on one GPU: `python -m tests.bench.gpu_bench [section …] [--json FILE]`.
+
+Every number is the median of CUDA-graph replays over inputs that rotate through more memory than the L2 holds. `ratio`
+is peer time over ours: above 1 the strict op is faster. `floor` is bytes over the copy bandwidth measured here.
+"""
+
+# ruff: noqa: B023  (every closure is called, and forgotten, inside the iteration that made it)
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+HIDDEN, FFN, HEADS, KV_HEADS, DIM, VOCAB = 4096, 12288, 32, 8, 128, 151936
+LINEARS = {"qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}
+Op = Callable[..., object]
+ROTATE = 256 << 20  # bytes that the inputs of one measurement rotate through; the L2 holds 50 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One comparison. Times in microseconds."""
+
+    section: str
+    name: str
+    strict_us: float
+    peer: str
+    peer_us: float
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Peer time over strict time."""
+        return self.peer_us / self.strict_us
+
+
+def measure(*sides: list[Op], replays: int = 15) -> list[float]:
+    """Median microseconds a call of each side, whose CUDA graphs are replayed in turn so that the clocks are the same."""
+    graphs = [_captured(calls) for calls in sides]
+    times: list[list[float]] = [[] for _ in sides]
+    for _ in range(replays):
+        for graph, calls, found in zip(graphs, sides, times, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return [statistics.median(found) for found in times]
+
+
+def _captured(calls: list[Op]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def copies(size: int) -> int:
+    """How many input sets of `size` bytes are needed to leave the L2."""
+    return max(1, min(24, -(-ROTATE // max(size, 1))))
+
+
+def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).bfloat16()
+
+
+def gemm(segments: int) -> Iterator[Row]:
+    from rl_kernel.ops.gemm.cublaslt import gemm as strict
+
+    layers = LINEARS if segments == 1 else {name: LINEARS[name] for name in ("o", "down")}
+    for name, (n, k) in layers.items():
+        weights = [randn(n, k, scale=0.02) for _ in range(copies(2 * n * k))]
+        for m in (1, 8, 64, 256, 2048, 8192):
+            x = randn(m, k)
+            mine, peer = measure(
+                [lambda w=w: strict(x, w, segments=segments) for w in weights],
+                [lambda w=w: torch.mm(x, w.t()) for w in weights],
+            )
+            note = f"{2 * m * n * k / mine / 1e6:.0f} TFLOP/s"
+            yield Row(f"gemm segments={segments}", f"{name} M={m}", mine, "cuBLAS default", peer, note)
+
+
+def attention_forward() -> Iterator[Row]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from rl_kernel.ops.attention.triton_kernel import attention
+
+    for length in (2048, 4096, 8192, 16384):
+        q, k, v = randn(length, HEADS, DIM), randn(length, KV_HEADS, DIM), randn(length, KV_HEADS, DIM)
+        cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+        dense = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        flops = 2 * length * length * HEADS * DIM
+        for peer, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
+            with sdpa_kernel(backend):
+                mine, other = measure(
+                    [lambda: attention(q, k, v, cu, cu)],
+                    [lambda: torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)],
+                )
+            note = f"{flops / mine / 1e6:.0f} TFLOP/s"
+            yield Row("attention forward", f"S={length}", mine, peer, other, note)
+
+
+def attention_backward() -> Iterator[Row]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from rl_kernel.ops.attention.triton_kernel import attention
+    from rl_kernel.ops.attention.triton_kernel import attention_backward as strict
+
+    for length in (2048, 8192):
+        q, k, v = randn(length, HEADS, DIM), randn(length, KV_HEADS, DIM), randn(length, KV_HEADS, DIM)
+        cu, dout = torch.tensor([0, length], dtype=torch.int32, device="cuda"), randn(length, HEADS, DIM)
+        out, m, l = attention(q, k, v, cu, cu)
+        (mine,) = measure([lambda: strict(dout, q, k, v, out, m, l, cu)])
+        # The peer gets repeated kv heads (its backward has no GQA); the repetition is not timed.
+        dense = [x.transpose(0, 1)[None].repeat_interleave(HEADS // x.shape[1], 1).contiguous() for x in (q, k, v)]
+        leaves = [x.requires_grad_() for x in dense]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            y = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+            grad = dout.transpose(0, 1)[None].contiguous()
+            times = []
+            for _ in range(8):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                torch.autograd.grad(y, leaves, grad, retain_graph=True)
+                end.record()
+                torch.cuda.synchronize()
+                times.append(begin.elapsed_time(end) * 1e3)
+        torch.use_deterministic_algorithms(False)
+        note = f"{5 * length * length * HEADS * DIM / mine / 1e6:.0f} TFLOP/s"
+        yield Row(
+            "attention backward", f"S={length}", mine, "SDPA flash, deterministic", statistics.median(times[2:]), note
+        )
+
+
+def decode() -> Iterator[Row]:
+    from rl_kernel.ops.attention.triton_kernel import paged_attention
+
+    bandwidth = copy_bandwidth()
+    for batch in (1, 16, 64, 256):
+        for context in (1024, 8192, 32768):
+            if batch * context > 1 << 21:
+                continue
+            pages = batch * context // 16
+            size = pages * 16 * KV_HEADS * DIM * 4
+            sets = [
+                (randn(batch, HEADS, DIM), randn(pages, 16, KV_HEADS, DIM), randn(pages, 16, KV_HEADS, DIM))
+                for _ in range(copies(size))
+            ]
+            table = torch.randperm(pages, device="cuda").int().reshape(batch, -1)
+            cu = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+            lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+            (mine,) = measure([lambda s=s: paged_attention(*s, table, cu, lens) for s in sets])
+            name = f"batch={batch} context={context}"
+            yield Row("paged decode", name, mine, "floor: KV bytes", size / bandwidth, f"{size / mine / 1e6:.2f} TB/s")
+
+
+def copy_bandwidth() -> float:
+    """Bytes a microsecond, read plus written, of the plainest kernel there is: b = -a."""
+    a = torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda")
+    b = torch.empty_like(a)
+    return 4 * a.numel() / measure([lambda: torch.neg(a, out=b)])[0]
+
+
+def rows() -> Iterator[Row]:
+    import torch.nn.functional as F
+
+    from rl_kernel.ops.rms_norm.triton_kernel import add_rms_norm, rms_norm
+    from rl_kernel.ops.rope.triton_kernel import rope
+    from rl_kernel.ops.swiglu.triton_kernel import swiglu
+
+    bandwidth = copy_bandwidth()
+    gain, head_gain = randn(HIDDEN), randn(DIM)
+    cos, sin = (torch.randn((8192, DIM // 2), device="cuda") for _ in range(2))
+    for tokens in (1, 64, 2048, 8192):
+        positions = torch.arange(tokens, device="cuda")
+
+        def compare(name: str, shapes: list[tuple[int, ...]], moved: int, mine: Op, peer: Op | None) -> Iterator[Row]:
+            sets = [[randn(*s) for s in shapes] for _ in range(copies(moved))]
+            sides = [[lambda s=s, op=op: op(*s) for s in sets] for op in (mine, peer) if op is not None]
+            strict, *other = measure(*sides)
+            note = f"{moved / strict / 1e6:.2f} TB/s"
+            yield Row("rows", f"{name} T={tokens}", strict, "floor: bytes", moved / bandwidth, note)
+            if other:
+                yield Row("rows", f"{name} T={tokens}", strict, "torch", other[0], note)
+
+        hidden, heads = tokens * HIDDEN * 2, tokens * HEADS * DIM * 2
+        yield from compare(
+            "rms_norm", [(tokens, HIDDEN)], 2 * hidden,
+            lambda x: rms_norm(x, gain, 1e-6), lambda x: F.rms_norm(x, (HIDDEN,), gain, 1e-6),
+        )  # fmt: skip
+        yield from compare(
+            "add_rms_norm", [(tokens, HIDDEN)] * 2, 4 * hidden, lambda x, r: add_rms_norm(x, r, gain, 1e-6), None
+        )
+        yield from compare(
+            "q_norm", [(tokens, HEADS, DIM)], 2 * heads,
+            lambda x: rms_norm(x, head_gain, 1e-6), lambda x: F.rms_norm(x, (DIM,), head_gain, 1e-6),
+        )  # fmt: skip
+        yield from compare("rope", [(tokens, HEADS, DIM)], 2 * heads, lambda x: rope(x, cos, sin, positions), None)
+        yield from compare("swiglu", [(tokens, 2 * FFN)], tokens * FFN * 6, swiglu, None)
+
+
+def logp() -> Iterator[Row]:
+    from rl_kernel.ops.linear_logp.triton_kernel import linear_logp
+
+    w = randn(VOCAB, HIDDEN, scale=0.02)
+    for tokens in (1, 16, 64, 256, 2048, 8192):
+        h, target = randn(tokens, HIDDEN), torch.arange(tokens, device="cuda") * 7919 % VOCAB
+        mine, peer = measure(
+            [lambda: linear_logp(h, w, target, temperature=1.0, vocab=VOCAB)], [lambda: torch.mm(h, w.t())], replays=7
+        )
+        note = f"{2 * tokens * VOCAB * HIDDEN / mine / 1e6:.0f} TFLOP/s"
+        yield Row("linear logp", f"T={tokens}", mine, "GEMM alone, bf16 out", peer, note)
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
+    "gemm": lambda: gemm(1),
+    "segments": lambda: gemm(8),
+    "attention": attention_forward,
+    "backward": attention_backward,
+    "decode": decode,
+    "rows": rows,
+    "logp": logp,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sections", nargs="*", help="all of them by default")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    found = []
+    for section in arguments.sections or SECTIONS:
+        for row in SECTIONS[section]():
+            found.append({**asdict(row), "ratio": row.ratio})
+            print(
+                f"{row.section:20} {row.name:26} {row.strict_us:10.1f} us  {row.peer:26} {row.peer_us:10.1f} us"
+                f"  x{row.ratio:5.2f}  {row.note}",
+                flush=True,
+            )
+            if arguments.json:
+                versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+                arguments.json.write_text(json.dumps({**versions, "rows": found}, indent=1) + "\n")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""What may not change a bit on a GPU: launch shapes, batch, decode or prefill, strides, a second run, graph replay."""
+
+import pytest
+import torch
+
+from rl_kernel.contracts.v1 import KV_PARTIAL
+from tests.gpu.tensors import normal, offsets, same_bits
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+
+
+@pytest.mark.parametrize("segments", [1, 2, 8])
+def test_the_launch_shape_of_a_product_changes_no_bit(segments: int) -> None:
+    from rl_kernel.ops.triton_matmul import Launch, product
+
+    a, b = normal(200, 1024, seed=1), normal(328, 1024, seed=2).t()
+    expected = None
+    for shape in (
+        (16, 32, 256, 4, 3),
+        (16, 64, 128, 4, 4),
+        (64, 64, 64, 4, 3),
+        (128, 64, 64, 8, 3),
+        (64, 128, 32, 4, 2),
+    ):
+        y = torch.empty((200, 328), device="cuda")
+        product(y, a, b, segments=segments, launch=Launch(*shape))
+        expected = y if expected is None else expected
+        same_bits(y, expected, f"launch {shape}")
+
+
+def test_the_batch_of_a_product_changes_no_bit() -> None:
+    from rl_kernel.ops.gemm.cublaslt import gemm
+
+    x, w = normal(512, 4096, seed=1), normal(4096, 4096, seed=2)
+    whole = gemm(x, w)
+    for rows in (1, 7, 16, 17, 32, 33, 64, 100, 256):
+        same_bits(gemm(x[:rows], w), whole[:rows], f"{rows} rows")
+
+
+def test_row_parallel_partials_of_any_tp_degree_meet_in_the_same_bits() -> None:
+    from rl_kernel.ops.gemm.cublaslt import gemm
+    from rl_kernel.ops.tree_all_reduce.triton_kernel import tree_sum
+
+    x, w = normal(300, 4096, seed=1), normal(1024, 4096, seed=2)
+    whole = gemm(x, w, segments=8)
+    for ranks in (2, 4, 8):
+        cuts = zip(x.chunk(ranks, 1), w.chunk(ranks, 1), strict=True)
+        parts = [gemm(a, b.contiguous(), segments=8 // ranks, out_dtype=torch.float32) for a, b in cuts]
+        same_bits(tree_sum(torch.stack(parts)), whole, f"TP={ranks}")
+
+
+@pytest.mark.parametrize("rows", [16, 64, 128])
+def test_the_launch_shape_of_attention_changes_no_bit(rows: int) -> None:
+    from rl_kernel.ops.attention.triton_kernel import Launch, attention
+
+    q, k, v = normal(1500, HEADS, DIM, seed=1), normal(1500, KV_HEADS, DIM, seed=2), normal(1500, KV_HEADS, DIM, seed=3)
+    cu = offsets(300, 1200)
+    expected = attention(q, k, v, cu, cu)
+    for pack, warps in ((1, 4), (4, 4)):
+        found = attention(q, k, v, cu, cu, launch=Launch(rows, pack, warps, 2, False))
+        for a, b, name in zip(found, expected, ("out", "m", "l"), strict=True):
+            same_bits(a, b, f"{name}, {rows} rows, {pack} heads a tile")
+
+
+def _paged(k: torch.Tensor, v: torch.Tensor, lengths: list[int], page: int) -> tuple[torch.Tensor, ...]:
+    """Scatter k and v[T,G,D] into pages in random order; what is not written is NaN."""
+    counts = [-(-n // page) for n in lengths]
+    order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(page)).int()
+    caches = [torch.full((len(order), page, *k.shape[1:]), float("nan"), dtype=k.dtype, device="cuda") for _ in "kv"]
+    table = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
+    start = used = 0
+    for r, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+        table[r, :count] = order[used : used + count]
+        for j in range(count):
+            stop = min((j + 1) * page, n)
+            for cache, x in zip(caches, (k, v), strict=True):
+                cache[table[r, j], : stop - j * page] = x[start + j * page : start + stop]
+        start, used = start + n, used + count
+    return *caches, table.cuda()
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("queries", [1, 3, 200])
+def test_paged_decode_and_chunks_are_the_prefill(page: int, queries: int) -> None:
+    from rl_kernel.ops.attention.triton_kernel import attention, paged_attention
+
+    lengths = [200, KV_PARTIAL, KV_PARTIAL + 1, 3000]
+    total, cu = sum(lengths), offsets(*lengths)
+    q = normal(total, HEADS, DIM, seed=1)
+    k, v = (normal(total, KV_HEADS, DIM, seed=s) for s in (2, 3))
+    whole = attention(q, k, v, cu, cu)[0]
+    last = torch.cat([torch.arange(end - queries, end) for end in cu[1:].tolist()]).cuda()
+    k_cache, v_cache, table = _paged(k, v, lengths, page)
+    lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    found = paged_attention(q[last], k_cache, v_cache, table, offsets(*[queries] * len(lengths)), lens)
+    same_bits(found, whole[last], f"{queries} queries a sequence, pages of {page}")
+    half = paged_attention(q[last], k_cache[:, :], v_cache, table, offsets(*[queries] * len(lengths)), lens)
+    same_bits(half, found, "second run")
+
+
+def test_slices_of_a_fused_projection_give_the_bits_of_copies() -> None:
+    from rl_kernel.ops.attention.triton_kernel import attention, attention_backward
+    from rl_kernel.ops.rms_norm.triton_kernel import rms_norm, rms_norm_backward
+    from rl_kernel.ops.rope.triton_kernel import rope
+
+    fused, cu = normal(150, (HEADS + 2 * KV_HEADS) * DIM, seed=1), offsets(100, 50)
+    q, k, v = (x.unflatten(1, (-1, DIM)) for x in fused.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], 1))
+    dense = [x.contiguous() for x in (q, k, v)]
+    out, m, l = attention(q, k, v, cu, cu)
+    for a, b in zip((out, m, l), attention(*dense, cu, cu), strict=True):
+        same_bits(a, b, "attention")
+    dout = normal(150, HEADS, DIM, seed=2)
+    for a, b in zip(
+        attention_backward(dout, q, k, v, out, m, l, cu), attention_backward(dout, *dense, out, m, l, cu), strict=True
+    ):
+        same_bits(a, b, "attention_backward")
+    gain, positions = normal(DIM, seed=3), torch.arange(150, device="cuda")
+    cos, sin = (normal(200, DIM // 2, seed=s, dtype=torch.float32) for s in (4, 5))
+    same_bits(rms_norm(k, gain, 1e-6), rms_norm(dense[1], gain, 1e-6), "rms_norm")
+    same_bits(rope(q, cos, sin, positions), rope(dense[0], cos, sin, positions), "rope")
+    dw = [torch.zeros((KV_HEADS, DIM), device="cuda") for _ in range(2)]
+    same_bits(
+        rms_norm_backward(v, k, gain, 1e-6, dw[0]), rms_norm_backward(dense[2], dense[1], gain, 1e-6, dw[1]), "dx"
+    )
+    same_bits(dw[0], dw[1], "dw")
+
+
+def test_graph_replay_gives_the_bits_of_eager_calls() -> None:
+    from rl_kernel.ops.attention.triton_kernel import paged_attention
+    from rl_kernel.ops.gemm.cublaslt import gemm
+    from rl_kernel.ops.linear_logp.triton_kernel import linear_logp
+    from rl_kernel.ops.rms_norm.triton_kernel import rms_norm
+
+    x, w, gain = normal(8, 4096, seed=1), normal(4096, 4096, seed=2, scale=0.02), normal(4096, seed=3)
+    caches = [normal(600, 16, KV_HEADS, DIM, seed=s) for s in (4, 5)]
+    table = torch.randperm(600, device="cuda").int()[:560].reshape(8, 70)
+    lens = torch.tensor([1, 64, 65, 1000, 1024, 1025, 1100, 16], dtype=torch.int32, device="cuda")
+    cu, target = offsets(*[1] * 8), torch.arange(8, device="cuda")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        y = gemm(rms_norm(x, gain, 1e-6), w, segments=8)
+        out = paged_attention(y.view(8, HEADS, DIM), *caches, table, cu, lens)
+        return out, *linear_logp(out.view(8, 4096), w, target, temperature=1.0, vocab=4000)
+
+    eager = [t.clone() for t in step()]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
+    for _ in range(2):
+        for tensor in held:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for a, b, name in zip(held, eager, ("attention", "logp", "lse"), strict=True):
+            same_bits(a, b, name)
+
+
+def test_the_logp_of_stored_logits_of_shards_and_of_the_fused_head_agree() -> None:
+    from rl_kernel.ops.gemm.cublaslt import gemm
+    from rl_kernel.ops.linear_logp import triton_kernel as op
+
+    h, w = normal(70, 512, seed=1), normal(9000, 512, seed=2, scale=0.05)
+    target = torch.arange(70, device="cuda") * 113 % 8900
+    logp, lse = op.linear_logp(h, w, target, temperature=0.7, vocab=8900)
+    logits = gemm(h, w, out_dtype=torch.float32)
+    heat = torch.full((70,), 0.7, device="cuda")
+    stored = op.logp_from_logits(logits, target[:, None], heat, vocab=8900)
+    same_bits(stored[0][:, 0], logp, "logp of stored logits")
+    same_bits(stored[1], lse, "lse of stored logits")
+    shards = [
+        op.linear_vocab_stats(h, part, target, temperature=0.7, vocab_start=start, vocab=8900)
+        for start, part in ((0, w[:4096]), (4096, w[4096:]))
+    ]
+    merged = op.merge_vocab_stats(torch.cat([s[0] for s in shards], 1), torch.cat([s[1] for s in shards], 1))
+    same_bits(merged, lse, "lse of two shards")
+    same_bits(torch.maximum(shards[0][2], shards[1][2]) - merged, logp, "logp of two shards")
+
+
+def test_cublaslt_keeps_the_settings_of_the_process() -> None:
+    from rl_kernel.ops.gemm.cublaslt import gemm
+
+    matmul = torch.backends.cuda.matmul
+    before = (torch.backends.cuda.preferred_blas_library(), matmul.allow_bf16_reduced_precision_reduction)
+    gemm(normal(64, 512, seed=1), normal(512, 512, seed=2))
+    assert (torch.backends.cuda.preferred_blas_library(), matmul.allow_bf16_reduced_precision_reduction) == before
+
+
+def test_a_nan_of_cublaslt_is_a_nan_and_the_next_op_stores_the_one_nan() -> None:
+    from rl_kernel.ops.gemm.cublaslt import gemm
+    from rl_kernel.ops.rms_norm.triton_kernel import rms_norm
+
+    x, w = normal(64, 512, seed=1), normal(512, 512, seed=2)
+    x[5, 7] = float("nan")
+    y = gemm(x, w)
+    assert y[5].isnan().all()
+    assert not y[:5].isnan().any()
+    z = rms_norm(y, normal(512, seed=3), 1e-6)
+    assert (z[5].view(torch.int16) == 0x7FC0).all()
