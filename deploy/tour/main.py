@@ -1,0 +1,184 @@
+"""`make tour`: auditor, Prometheus, Alertmanager and a job with a fault, until the pager rings; and a look at why.
+
+Leaves in the folder that it prints: pictures of the page and of the dashboards, the alert's text, the logs. Everything
+runs on this machine and is stopped at the end.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.grafana.render import prometheus, render_all
+from deploy.prometheus.pager import render as words
+from deploy.tour import pictures
+from deploy.tour.stack import Stack, StackError, free_ports, running, running_stack, wait_until_ok
+from tests.models import write_tiny_model
+
+CLEAN_VERSIONS = 3
+
+
+class Stages:
+    """Prints each stage with its seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the block."""
+        began = time.monotonic()
+        print(f"… {name}", flush=True)
+        yield
+        self.seconds[name] = time.monotonic() - began
+        print(f"  {self.seconds[name]:6.1f} s  {name}", flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Take the tour; 0 when the pager rang and everything was left in the folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/tour"), help="folder, made where it is missing")
+    parser.add_argument("--steps", type=int, default=6, help=f"RL steps; the fault begins at step {CLEAN_VERSIONS}")
+    parser.add_argument("--wait", type=float, default=900.0, help="seconds to wait for the job and its page")
+    options = parser.parse_args(arguments)
+    out = options.out / time.strftime("%Y%m%d-%H%M%S")
+    out.mkdir(parents=True)
+    out = out.resolve()
+    try:
+        return _tour(out, options.steps, options.wait)
+    except StackError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _tour(out: Path, steps: int, wait: float) -> int:
+    stage = Stages()
+    weights, auditor_folder = out / "weights", out / "auditor"
+    for folder in (weights, auditor_folder):
+        folder.mkdir()
+    grpc, http = (f"127.0.0.1:{port}" for port in free_ports(2))
+    command = [sys.executable, "-m", "auditor.main", "--grpc", grpc, "--http", http]
+    command += ["--ledger", str(auditor_folder / "ledger.db"), "--weights-root", str(weights), "--recompute-rate", "1"]
+    with running(auditor_folder, {"auditor": command}) as check:
+        with stage("auditor ready"):
+            wait_until_ok(f"http://{http}/readyz", 60, check)
+        began = time.time()
+        with _watching(out, http, stage) as stack:
+            job = _start_job(out, steps, grpc, http, weights)
+            try:
+                paged = _story(job, stack, http, stage, wait)
+            finally:
+                job.terminate()
+                job.wait()
+            _leave(out, stack, http, paged, (began, time.time()), stage)
+    print(f"\n{'seconds':>8}  stage")
+    for name, seconds in stage.seconds.items():
+        print(f"{seconds:8.1f}  {name}")
+    print(f"\neverything is in {out}")
+    return 0
+
+
+@contextmanager
+def _watching(out: Path, http: str, stage: Stages) -> Iterator[Stack]:
+    with running_stack(out / "stack", {"auditor": [http]}) as stack:
+        with stage("Prometheus, Alertmanager and pager ready; the auditor is scraped"):
+            _until(lambda: stack.query('up{job="auditor"} == 1'), 60, "Prometheus does not scrape the auditor")
+        yield stack
+
+
+def _start_job(out: Path, steps: int, grpc: str, http: str, weights: Path) -> subprocess.Popen[bytes]:
+    tree = {
+        "run": {"steps": steps, "directory": str(out / "job")},
+        "model": {"path": str(write_tiny_model(out / "model"))},
+        "task": {"name": "tokens", "prompts_per_step": 2, "samples_per_prompt": 4},
+        "rollout": {"max_new_tokens": 24, "max_model_len": 64, "kv_cache_mb": 16},
+        "trainer": {"learning_rate": 1e-3},
+        "weights": {"directory": str(weights), "keep": steps + 2},
+        "auditor": {"grpc": grpc, "http": f"http://{http}"},
+    }
+    config = out / "job.yaml"
+    config.write_text(yaml.safe_dump(tree), "utf-8")
+    command = [sys.executable, "-m", "deploy.tour.stale_rollout", "--from-version", str(CLEAN_VERSIONS + 1), "--"]
+    with (out / "job.log").open("wb") as output:
+        return subprocess.Popen([*command, "--config", str(config)], stdout=output, stderr=output)
+
+
+def _story(job: subprocess.Popen[bytes], stack: Stack, http: str, stage: Stages, wait: float) -> dict[str, Any]:
+    """From the job's start to the page; what was paged."""
+
+    def alive(answer: Any) -> Any:
+        if not answer and job.poll() is not None:
+            raise StackError(f"the job ended with code {job.returncode} before that; see job.log")
+        return answer
+
+    with stage("job up (Ray, vLLM, Megatron-core) and its first step compared"):
+        _until(lambda: alive(stack.query("sum(auditor_compared_tokens_total) > 0")), wait, "nothing was compared")
+    with stage("clean steps, until the first token that differs is in the ledger"):
+        _until(lambda: alive(_mismatching(http)), wait, "no token differed")
+    with stage("from there until the pager rang"):
+        alerts = _until(
+            lambda: [a for a in stack.firing("page") if a["labels"]["alertname"] == "MismatchedTokens"],
+            60,
+            "nobody was paged",
+        )
+    with stage("the reference has spoken on every mismatch, and the job has ended"):
+        job.wait(wait)
+        _until(lambda: all(run["queued"] == 0 for run in _get(http, "/runs")["runs"]), wait, "the reference is behind")
+    first: dict[str, Any] = alerts[0]
+    return first
+
+
+def _leave(out: Path, stack: Stack, http: str, paged: dict[str, Any], span: tuple[float, float], stage: Stages) -> None:
+    text = "\n".join(words("page", {"alerts": [paged]}))
+    (out / "alert.txt").write_text(text + "\n", "utf-8")
+    print(text)
+    run = _get(http, "/runs")["runs"][0]
+    causes = ", ".join(f"{cause} {count}" for cause, count in run["by_cause"].items())
+    print(f"the auditor's finding: sides {run['by_side']}, causes {causes or 'none'}")
+    with stage("dashboards drawn"):
+        render_all(prometheus(stack.prometheus), span, out, {})
+    with stage("pictures of the page taken"):
+        try:
+            pictures.take(f"http://{http}", run["run_id"], _worst_sample(http, run["run_id"]), out)
+        except (StackError, ImportError) as error:
+            print(f"no pictures: {error}")
+
+
+def _mismatching(http: str) -> bool:
+    return any(run["mismatched_tokens"] for run in _get(http, "/runs")["runs"])
+
+
+def _worst_sample(http: str, run_id: str) -> tuple[int, str] | None:
+    steps = _get(http, f"/runs/{run_id}/steps?mismatching=true")["steps"]
+    if not steps:
+        return None
+    step = steps[-1]["step"]
+    samples = _get(http, f"/runs/{run_id}/steps/{step}/samples?verdict=mismatch")["samples"]
+    worst = max(samples, key=lambda sample: sample["judgement"]["max_abs"])
+    return step, worst["sample_id"]
+
+
+def _get(http: str, path: str) -> Any:
+    with urllib.request.urlopen(f"http://{http}/api/v1{path}", timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def _until(condition: Callable[[], Any], seconds: float, complaint: str) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise StackError(f"{complaint} within {seconds:.0f} s")
+        time.sleep(0.2)
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
