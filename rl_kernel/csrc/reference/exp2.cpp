@@ -28,7 +28,7 @@ float exp2_sm90(float x) {
   if (x != x || x > 0.0f) return NAN;
   if (x < -127.0f) return 0.0f;
   int32_t q = int32_t(x * float(kOne));
-  float y = std::ldexp(fraction_power(q & (kFractions - 1)), (q >> 23) + 1);
+  float y = fraction_power(q & (kFractions - 1)) * std::bit_cast<float>(((q >> 23) + 1 + 127) << 23);
   return y < 0x1p-126f ? 0.0f : y;
 }
 

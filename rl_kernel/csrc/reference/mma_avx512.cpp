@@ -121,19 +121,31 @@ struct Cdna3 {
     return inside;
   }
 
+  // 2^e as a double.
+  AVX512 static __m512i power(__m256i e) {
+    return _mm512_slli_epi64(_mm512_add_epi64(_mm512_cvtepi32_epi64(e), _mm512_set1_epi64(1023)), 52);
+  }
+
+  // x rounded down to a multiple of `unit`: beside 1.5 * 2^52 units, the last place of a double is one unit.
+  AVX512 static __m512d floor_to(__m512d x, __m512d unit) {
+    constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    __m512d beside = _mm512_mul_pd(unit, _mm512_set1_pd(0x1.8p52));
+    return _mm512_sub_pd(_mm512_add_round_pd(x, beside, kDown), beside);
+  }
+
   // 8 lanes in double, where every intermediate sum (38 bits at most) is exact.
   AVX512 static __m256 half(__m256i sum, __m256i aligned, __m256 acc, __m256i acc_exponent) {
-    __m256i both = _mm256_max_epi32(aligned, acc_exponent);
-    __m512d up = _mm512_cvtepi32_pd(_mm256_sub_epi32(_mm256_add_epi32(aligned, _mm256_set1_epi32(8)), both));
-    __m512d dot = _mm512_floor_pd(_mm512_scalef_pd(_mm512_cvtepi32_pd(sum), up));
-    __m512d at_24 = _mm512_cvtepi32_pd(_mm256_sub_epi32(_mm256_set1_epi32(24), both));
-    __m512d start = _mm512_floor_pd(_mm512_scalef_pd(_mm512_cvtps_pd(acc), at_24));
-    __m512d total = _mm512_add_pd(dot, _mm512_mul_pd(start, _mm512_set1_pd(256.0)));
-    __m512d excess = _mm512_sub_pd(_mm512_getexp_pd(total), _mm512_set1_pd(31.0));
-    __m512d drop = _mm512_max_pd(excess, _mm512_setzero_pd());
-    __m512d kept = _mm512_floor_pd(_mm512_scalef_pd(total, _mm512_sub_pd(_mm512_setzero_pd(), drop)));
-    __m512d unit = _mm512_cvtepi32_pd(_mm256_sub_epi32(both, _mm256_set1_epi32(32)));
-    return _mm512_cvtpd_ps(_mm512_scalef_pd(kept, _mm512_add_pd(unit, drop)));
+    constexpr int64_t kDropped = (int64_t(1) << (52 - 31)) - 1;  // what a double has beyond 31 fractional bits
+    __m512i both = power(_mm256_max_epi32(aligned, acc_exponent));
+    __m512d at_32 = _mm512_castsi512_pd(_mm512_sub_epi64(both, _mm512_set1_epi64(int64_t(32) << 52)));
+    __m512d at_24 = _mm512_castsi512_pd(_mm512_sub_epi64(both, _mm512_set1_epi64(int64_t(24) << 52)));
+    __m512i unit = _mm512_sub_epi64(power(aligned), _mm512_set1_epi64(int64_t(24) << 52));
+    __m512d dot = floor_to(_mm512_mul_pd(_mm512_cvtepi32_pd(sum), _mm512_castsi512_pd(unit)), at_32);
+    __m512d total = _mm512_add_pd(dot, floor_to(_mm512_cvtps_pd(acc), at_24));
+    // Down to 31 fractional bits: cut the magnitude, of a negative number to the next larger one.
+    __m512i bits = _mm512_castpd_si512(total), sign = _mm512_srai_epi64(bits, 63);
+    bits = _mm512_add_epi64(bits, _mm512_and_si512(sign, _mm512_set1_epi64(kDropped)));
+    return _mm512_cvtpd_ps(_mm512_castsi512_pd(_mm512_andnot_si512(_mm512_set1_epi64(kDropped), bits)));
   }
 
   AVX512 static __m512 finish(__m512i sum, __m512i aligned, __m512 acc, __mmask16&) {
