@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from auditor.client import AuditClient
-from auditor.records import Layout, Positions, RolloutRecord, Sampling, TrainerRecord
+from auditor.records import Environment, Layout, Positions, RolloutRecord, Sampling, TrainerRecord
 from rl_kernel.contracts import model_contract
 from rl_kernel.reference.model import Decoder
 from tests.auditor.processes import running_auditor
@@ -88,6 +88,35 @@ def test_the_side_that_left_the_contract_is_named(weights_root: Path, tmp_path: 
         assert run["by_verdict"] == {"match": 1, "mismatch": 4}
         assert (run["rollout_mismatched"], run["trainer_mismatched"], run["recomputed_mismatched"]) == (3, 3, 5)
         assert auditor.metrics()['auditor_recomputed_tokens_total{mma="fma32",run_id="run"}'] == 160
+
+
+def test_a_cuda_rollout_and_a_portable_trainer_are_explained_where_each_keeps_to_its_own_arithmetic(
+    weights_root: Path, tmp_path: Path
+) -> None:
+    """The rollout's values are those of the H200's matrix instruction, computed here on a CPU."""
+    sm90 = model_contract("sm90", segments=2)
+    flags = ("--weights-root", str(weights_root), "--recompute-rate", "1")
+    with (
+        running_auditor(tmp_path, *flags) as auditor,
+        AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
+    ):
+        for name, off in (("kept", False), ("left", True)):
+            rollout, trainer = true_pair(weights_root, name)
+            (values,) = Decoder.open(weights_root / "v000001", sm90).logprobs(
+                [rollout.tokens.astype(np.int64)], [8], 1.0
+            )
+            assert values.tobytes() != rollout.logprobs.tobytes()
+            environment = Environment("cuda-sm90", "sm90", "bb" * 32)
+            rollout = replace(rollout, logprobs=values, contract_digest=sm90.digest(), environment=environment)
+            client.submit_rollout(one_ulp_off(rollout) if off else rollout)
+            client.submit_trainer(trainer)
+        client.flush(10)
+        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0 and r["samples"] == 2)
+        kept, left = (auditor.get(f"/api/v1/runs/run/samples/0/{name}")["judgement"] for name in ("kept", "left"))
+        assert (kept["explained_by_arithmetic"], kept["side"], kept["reference_mma"]) == (True, "none", "sm90,fma32")
+        assert (left["explained_by_arithmetic"], left["side"]) == (False, "rollout")
+        assert run["explained_tokens"] > 0
+        assert auditor.metrics()['auditor_mismatched_tokens_total{run_id="run",side="pair"}'] == 0
 
 
 def test_stale_weights_are_found_with_the_version_and_only_a_few_samples_of_a_step_are_looked_into(
