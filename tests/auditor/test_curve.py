@@ -1,5 +1,6 @@
 """A curve merges neighbouring steps: sums add up, the worst stays visible, and nothing compared is no zero."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,19 +8,31 @@ import pytest
 from auditor.drift import DriftSums
 from auditor.errors import NotFoundError
 from auditor.storage.curve import read_curve
-from auditor.storage.database import SqliteDatabase
+from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
 from auditor.storage.rows import Totals
+from tests.auditor.postgres_server import PostgresServer
 
 LAST = 2**53
 
 
-@pytest.fixture
-def reader(tmp_path: Path) -> Reader:
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Reader:
     """Ten steps: step 3 mismatches, nothing is compared in step 7, step 9 is incomplete, step 5 is not there."""
-    path = tmp_path / "ledger.db"
-    ledger = Ledger(SqliteDatabase(path, writer=True))
+    where = str(tmp_path / "ledger.db")
+    if request.param == "postgresql":
+        server: PostgresServer = request.getfixturevalue("postgres")
+        server.fresh_database()
+        where = server.url
+    ledger = Ledger(open_database(where, writer=True))
     with ledger.transaction() as unit:
         for step in (0, 1, 2, 3, 4, 6, 7, 8, 9):
             drift = DriftSums(tokens=10, max_abs=0.5 if step == 3 else 0.0)
@@ -32,7 +45,7 @@ def reader(tmp_path: Path) -> Reader:
                 totals += Totals(samples=1, verdicts={"pending": 1}, missing={"trainer": 1})
             unit.add_to_step("run", step, totals)
     ledger.close()
-    return Reader(lambda: SqliteDatabase(path, writer=False))
+    return Reader(lambda: open_database(where, writer=False))
 
 
 def test_with_points_enough_each_step_is_its_own(reader: Reader) -> None:
