@@ -1,27 +1,21 @@
 """A run's curve in few points, however many steps it has: added up by the database, not by the reader."""
 
 from dataclasses import dataclass
+from typing import Final
 
+from auditor.storage.database import number_at
 from auditor.storage.reader import Reader
 
-# Where in a step's body a number is; json_extract reads it without decoding the rest.
-_SUM = "sum(json_extract(body, '$.{}'))"
-_MAX = "max(json_extract(body, '$.{}'))"
-_CURVE = (
-    "SELECT min(step), max(step), count(*), sum(pending > 0), "
-    + ", ".join(
-        (
-            _SUM.format("compared_tokens"),
-            _SUM.format("mismatched_tokens"),
-            _MAX.format("mismatched_tokens"),
-            _SUM.format("recomputed_tokens"),
-            _SUM.format("reference_differing"),
-            _SUM.format("samples"),
-            _SUM.format("verdicts.not_comparable"),
-            _MAX.format("drift.max_abs"),
-        )
-    )
-    + " FROM steps WHERE run_id = ? AND step >= ? AND step <= ? GROUP BY (step - ?) / ? ORDER BY 1"
+# How a bucket's steps are merged, and where in a step's body the number is.
+_NUMBERS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+    ("sum", ("compared_tokens",)),
+    ("sum", ("mismatched_tokens",)),
+    ("max", ("mismatched_tokens",)),
+    ("sum", ("recomputed_tokens",)),
+    ("sum", ("reference_differing",)),
+    ("sum", ("samples",)),
+    ("sum", ("verdicts", "not_comparable")),
+    ("max", ("drift", "max_abs")),
 )
 
 
@@ -53,24 +47,22 @@ def read_curve(reader: Reader, run_id: str, first: int, last: int, points: int) 
         return []
     first, last = max(first, run.first_step), min(last, run.last_step)
     width = max(1, -(-(last - first + 1) // points))
-    rows = reader.database.all(_CURVE, (run_id, first, last, first, width))
+    database = reader.database
+    numbers = ", ".join(f"{merge}({number_at(database, 'body', *path)})" for merge, path in _NUMBERS)
+    rows = database.all(
+        "SELECT min(step), max(step), count(*), sum(CASE WHEN pending > 0 THEN 1 ELSE 0 END),"
+        f" {numbers} FROM steps WHERE run_id = ? AND step >= ? AND step <= ?"
+        " GROUP BY (step - ?) / ? ORDER BY 1",
+        (run_id, first, last, first, width),
+    )
     return [_point(*row) for row in rows]
 
 
-def _point(
-    first: int,
-    last: int,
-    steps: int,
-    incomplete: int,
-    compared: int,
-    mismatched: int,
-    worst: int,
-    recomputed: int,
-    differing: int,
-    samples: int,
-    not_comparable: int | None,
-    max_abs: float,
-) -> CurvePoint:
+def _point(first: int, last: int, *numbers: float | None) -> CurvePoint:
+    *counts, max_abs = numbers
+    steps, incomplete, compared, mismatched, worst, recomputed, differing, samples, not_comparable = (
+        int(count or 0) for count in counts
+    )
     return CurvePoint(
         first_step=first,
         last_step=last,
@@ -82,6 +74,6 @@ def _point(
         recomputed_tokens=recomputed,
         recomputed_mismatched=differing,
         samples=samples,
-        not_comparable=not_comparable or 0,
+        not_comparable=not_comparable,
         max_abs=max_abs if compared else None,
     )

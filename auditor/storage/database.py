@@ -11,9 +11,13 @@ Row = tuple[Any, ...]
 
 
 class Database(Protocol):
-    """A connection for one thread. Every error of the driver comes out as LedgerError."""
+    """A connection for one thread. Every error of the driver comes out as LedgerError.
+
+    types: how it spells column types. number_at: how it reads a number inside a JSON text, see `number_at`.
+    """
 
     types: ClassVar[Mapping[str, str]]
+    number_at: ClassVar[str]
 
     def all(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Run one statement and return its rows."""
@@ -29,6 +33,11 @@ class Database(Protocol):
 
     def close(self) -> None:
         """Let go of the connection."""
+
+
+def number_at(database: Database, column: str, *path: str) -> str:
+    """SQL for the number at `path` inside the JSON text of a column; NULL where there is none."""
+    return database.number_at.format(column=column, dots=".".join(path), commas=",".join(path))
 
 
 def open_database(ledger: str, writer: bool) -> Database:

@@ -28,6 +28,7 @@ class PostgresDatabase:
         "integer": "BIGINT",
         "name": 'TEXT COLLATE "C"',
     }
+    number_at: ClassVar[str] = "CAST(CAST({column} AS json) #>> '{{{commas}}}' AS DOUBLE PRECISION)"
 
     def __init__(self, url: str, writer: bool) -> None:
         self._url = url

@@ -16,6 +16,7 @@ class SqliteDatabase:
     """A connection. writer: takes the lock and may write; otherwise the file must be there and is only read."""
 
     types: ClassVar[Mapping[str, str]] = {"blob": "BLOB", "real": "REAL", "integer": "INTEGER", "name": "TEXT"}
+    number_at: ClassVar[str] = "json_extract({column}, '$.{dots}')"
 
     def __init__(self, path: Path, writer: bool) -> None:
         self._path = path
