@@ -62,9 +62,9 @@ class Task(Section):
     name: Literal["arithmetic", "tokens"] = Field(
         default="arithmetic", description="tokens needs no tokenizer (tiny models)"
     )
-    prompts_per_step: int = Field(default=4, ge=1, description="different prompts a step")
+    prompts_per_step: int = Field(default=8, ge=1, description="different prompts a step")
     samples_per_prompt: int = Field(default=8, ge=2, description="answers to each; their mean is the baseline (GRPO)")
-    shots: int = Field(default=8, ge=0, description="worked examples in each prompt")
+    shots: int = Field(default=2, ge=0, description="worked examples in each prompt")
 
 
 class Rollout(Section):
@@ -74,7 +74,7 @@ class Rollout(Section):
     temperature: Real = Field(default=1.0, gt=0, description="of sampling, and of every logprob")
     max_new_tokens: int = Field(default=6, ge=1, description="a response is cut after that many tokens")
     max_model_len: int = Field(default=256, ge=16, description="prompt and response, in tokens")
-    max_num_seqs: int = Field(default=32, ge=1, description="sequences that vLLM decodes side by side")
+    max_num_seqs: int = Field(default=64, ge=1, description="sequences that vLLM decodes side by side")
     kv_cache_mb: int = Field(default=128, ge=1, description="memory for keys and values, MiB")
     prefix_caching: bool = Field(default=True, description="share keys and values of equal prompt prefixes")
 
@@ -91,7 +91,7 @@ class Trainer(Section):
     max_grad_norm: Real = Field(default=1.0, gt=0, description="gradients are scaled down to this L2 norm")
     updates_per_step: int = Field(default=1, ge=1, description="optimizer steps on each batch")
     micro_batch_tokens: int = Field(
-        default=2048, ge=16, description="tokens in one forward and backward; changes no bit"
+        default=1024, ge=16, description="tokens in one forward and backward; changes no bit"
     )
 
 

@@ -12,7 +12,7 @@ from services.records import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """Prompts such as `2+3=5\\n4+4=8\\n7+1=`, whose right answer is `8` and then a new line.
+    """Prompts such as `2 + 3 = 5\\n4 + 4 = 8\\n7 + 1 =`, whose right answer is ` 8` and then a new line.
 
     shots: worked examples in front of the question.
     stop_token_ids: every token that begins with a new line.
@@ -45,5 +45,5 @@ class Arithmetic:
 
     def _prompt(self, terms: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> Prompt:
         *examples, (a, b) = terms.tolist()
-        text = "".join(f"{x}+{y}={x + y}\n" for x, y in examples) + f"{a}+{b}="
+        text = "".join(f"{x} + {y} = {x + y}\n" for x, y in examples) + f"{a} + {b} ="
         return Prompt(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids), str(a + b))

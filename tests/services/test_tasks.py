@@ -43,7 +43,7 @@ def test_the_same_step_gives_the_same_prompts_and_another_step_others(arithmetic
 
 
 @pytest.mark.parametrize(
-    ("suffix", "reward"), [("\n", 1.0), ("", 1.0), ("\n7+1=", 1.0), ("0\n", 0.0), (" \n", 1.0), ("x", 0.0)]
+    ("suffix", "reward"), [("\n", 1.0), ("", 1.0), ("\n7 + 1 =", 1.0), ("0\n", 0.0), (" \n", 1.0), ("x", 0.0)]
 )
 def test_only_the_right_sum_on_the_first_line_is_rewarded(arithmetic, suffix, reward):
     (prompt,) = arithmetic.prompts(0, 1)
