@@ -29,6 +29,7 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "not_comparable_samples": (("run_id", "condition"), "Samples by the first precondition that failed."),
     "nonfinite_logprobs": (("run_id", "side"), "Active tokens with a NaN or an infinity."),
     "recomputed_tokens": (("run_id", "mma"), "Active tokens recomputed by the reference."),
+    "retired_records": ((), "Records whose content was dropped by age; digests and verdicts stay."),
     "recompute_errors": (("run_id", "code"), "Samples that the reference could not recompute, by reason."),
 }
 

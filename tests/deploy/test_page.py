@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from auditor.capsule import from_bytes
 from auditor.client import AuditClient
 from auditor.drift import DriftSums
-from auditor.storage.database import SqliteDatabase
 from auditor.storage.ledger import Ledger
 from auditor.storage.rows import Totals
+from auditor.storage.sqlite import SqliteDatabase
 from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import one_ulp_off, pair
 from tests.deploy.browser import browser, needs_chromium
@@ -88,6 +89,16 @@ def test_from_the_list_of_runs_to_the_tokens_that_differ(auditor: AuditorProcess
         said = page.locator("p.mono[role=status]").inner_text()
         for side in ("rollout", "trainer"):
             assert detail[side]["bits"][5] in said
+
+
+def test_a_sample_is_saved_as_a_capsule_that_opens(auditor: AuditorProcess, tmp_path: Path) -> None:
+    with browser() as page:
+        page.goto(f"http://{auditor.http}/#/run/run%401%3Aa%2Bb/sample/{WRONG_STEP}/1")
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Save as a capsule").click()
+        download.value.save_as(tmp_path / "capsule")
+    frozen = from_bytes((tmp_path / "capsule").read_bytes())
+    assert frozen.judgement.differing == 3
 
 
 def test_what_a_record_says_is_text_and_never_markup(auditor: AuditorProcess) -> None:

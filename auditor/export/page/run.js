@@ -78,14 +78,16 @@ export function statistics(totals) {
       [["statistic", (row) => h("code", {}, row[0])], ["value", (row) => difference(row[1]), true]], rows));
 }
 
-/** What recomputing a share of the samples buys, said as auditor.md asks: the chance to miss a fault. */
+/** What recomputing a share of the samples buys, as the auditor works it out. */
 function coverage(totals) {
   const done = totals.by_reference.done || 0;
   const compared = (totals.by_verdict.match || 0) + (totals.by_verdict.mismatch || 0);
-  const missed = (share) => ((1 - share) ** done).toPrecision(2);
+  const missed = Object.entries(totals.detection?.missed ?? {});
   return [
     h("p", {}, `Compared: ${whole(totals.compared_tokens)} tokens, every pair. Recomputed by the reference: ${whole(totals.recomputed_tokens)} tokens in ${whole(done)} of ${whole(compared)} samples (${percent(done, compared)}).`),
-    h("p", {}, `A fault that both sides share and that touches 1 in 100 samples is missed with probability ${missed(0.01)}; 1 in 10: ${missed(0.1)}.`),
+    table("A fault that both sides share is missed", [
+      ["if it is on", (row) => `1 in ${whole(Math.round(1 / row[0]))} samples`], ["with probability", (row) => difference(row[1]), true],
+    ], missed, "nothing was compared"),
     totals.weight_versions ? h("p", {}, `Weight versions ${totals.weight_versions[0]} to ${totals.weight_versions[1]}.`) : null,
   ];
 }

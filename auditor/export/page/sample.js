@@ -1,6 +1,6 @@
 // One sample: the judgement, its tokens coloured by |Δ|, and the three log-probabilities of each with their bits.
 
-import { get, runPath } from "./api.js";
+import { get, runPath, save } from "./api.js";
 import { difference, h, table, whole } from "./dom.js";
 import { verdictOf } from "./step.js";
 
@@ -15,6 +15,7 @@ export async function sampleView({ parts: [id, step, name], query }) {
     h("h1", {}, `Sample ${name}, step ${step}`),
     h("p", {}, verdictOf(sample.judgement), explanation(sample.judgement)),
     causes(sample.judgement.causes),
+    capsule(id, step, name, sample),
     ...(tokens.length ? tokenViews(tokens, from, (start) => `#/run/${encodeURIComponent(id)}/sample/${step}/${encodeURIComponent(name)}?from=${start}`) : [h("p", {}, "Neither side's tokens are here: not reported, or retired.")]),
     h("h2", {}, "What each side said of itself"),
     sides(sample),
@@ -35,11 +36,21 @@ function explanation(judgement) {
   }
 }
 
+/** A sample with both sides can be frozen, to be run again layer by layer. */
+function capsule(id, step, name, sample) {
+  if (!sample.rollout || !sample.trainer) return null;
+  const said = h("span", { role: "status", "aria-live": "polite" });
+  const path = `${runPath(id)}/samples/${step}/${encodeURIComponent(name)}/capsule`;
+  const freeze = () => save(path, `${id}-${step}-${name}.capsule`).catch((error) => { said.textContent = error.message; });
+  return h("p", { class: "row" }, h("button", { type: "button", onclick: freeze }, "Save as a capsule"),
+    h("span", { class: "quiet" }, "for ", h("code", {}, "python -m auditor.replay")), said);
+}
+
 function causes(found) {
   if (!found.length) return null;
   return table("Suspected causes, the likeliest first", [
-    ["cause", (row) => row.cause ?? row.name ?? ""], ["score", (row) => difference(row.score), true],
-    ["evidence", (row) => (typeof row.evidence === "string" ? row.evidence : JSON.stringify(row.evidence ?? ""))],
+    ["cause", (row) => row.cause], ["score", (row) => difference(row.score), true],
+    ["evidence", (row) => row.evidence],
   ], found);
 }
 
