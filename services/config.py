@@ -121,6 +121,9 @@ class Auditor(Section):
     settle_seconds: Real = Field(default=120.0, ge=0, description="at the end: how long to wait for verdicts")
     restart: bool = Field(default=True, description="start the own auditor again, on the same ledger, when it dies")
     token_file: str = Field(default="", description="file with the bearer token of a running auditor")
+    tls_ca: str = Field(default="", description="PEM authority of a running auditor's certificate; empty: plain text")
+    tls_certificate: str = Field(default="", description="PEM certificate of this job, where the auditor wants one")
+    tls_key: str = Field(default="", description="PEM key of that certificate")
 
 
 class Ray(Section):

@@ -57,7 +57,7 @@ class TrainerOptions:
     rank: int = 0
     rendezvous: str = ""
     threads: int = 1
-    micro_batch_tokens: int = 2048
+    micro_batch_tokens: int = 1024
     updates_per_step: int = 1
     schedule: Schedule = Schedule(peak=1e-5)  # noqa: RUF009 (frozen)
     adamw: AdamWOptions = AdamWOptions()  # noqa: RUF009 (frozen)
