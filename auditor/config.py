@@ -35,6 +35,12 @@ class Config(BaseModel):
     diagnose_per_step: Annotated[
         int, Field(ge=0, le=1_000_000, description="mismatching samples of a step that causes are searched for")
     ] = 2
+    retain_days: Annotated[
+        float, Field(ge=0, description="days after which the content of settled records is dropped; 0: never")
+    ] = 0.0
+    archive: Annotated[
+        str, Field(description="folder or s3:// URL that dropped content is written to before, as Parquet")
+    ] = ""
     token_file: Annotated[
         Path | None,
         Field(description="file with the bearer token that every call must carry; read again when it changes"),
@@ -131,6 +137,8 @@ def _check_paths(config: Config) -> None:
             raise ConfigError(f"token_file {config.token_file}: {error.strerror}") from None
         if not token:
             raise ConfigError(f"token_file {config.token_file} is empty; it holds the bearer token")
+    if config.archive and not config.retain_days:
+        raise ConfigError("archive is given and retain_days is 0: nothing would ever be written to it")
     folder = Path(config.ledger).parent
     if "://" not in config.ledger and not folder.is_dir():
         raise ConfigError(f"ledger {config.ledger}: folder {folder} does not exist")

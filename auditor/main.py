@@ -32,6 +32,7 @@ from auditor.judge import ReferenceLogprobs
 from auditor.pipeline import Incoming, Pipeline, Receipt, Refused
 from auditor.recompute import RecomputePool
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
+from auditor.retention import ParquetArchive, Retirement
 from auditor.sampling import Policy, make_policy
 from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger
@@ -61,6 +62,7 @@ class Auditor:
         self._ledger = ledger
         self._writer = Writer(ledger, self._board.add, self._recover, config.write_queue)
         self._parts.callback(self._writer.close)
+        self._start_retirement(config)
         self._pool = self._start_pool(config)
         contracts = known_contracts()
         self._pipeline = Pipeline(contracts, _policy(config), self._board, self._pool.put if self._pool else None)
@@ -109,6 +111,11 @@ class Auditor:
     def _accept(self, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         with self._metrics.receipt_seconds.time():
             return self._writer.submit(lambda unit: self._pipeline.receive(unit, batch)).result()
+
+    def _start_retirement(self, config: Config) -> None:
+        if config.retain_days:
+            archive = ParquetArchive(config.archive) if config.archive else None
+            self._parts.callback(Retirement(self._writer, config.retain_days, archive, time.time).close)
 
     def _start_pool(self, config: Config) -> RecomputePool | None:
         if config.weights_root is None:

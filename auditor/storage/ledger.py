@@ -7,7 +7,7 @@ unit.judge(key, judgement, drift)
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
@@ -17,7 +17,7 @@ from auditor.errors import ConflictError, LedgerError
 from auditor.judge import Judgement, Verdict
 from auditor.records import SampleKey, Side
 from auditor.storage.chain import GENESIS, digest, link
-from auditor.storage.database import Database, migrate
+from auditor.storage.database import Database, Row, migrate
 from auditor.storage.rows import Totals
 
 Counter = tuple[str, tuple[tuple[str, str], ...]]
@@ -105,6 +105,24 @@ class Unit:
         """Keep what the reference computed, float32 [R], once a sample."""
         payload = logprobs.astype("<f4").tobytes()
         self._database.run("INSERT INTO reference_logprobs VALUES (?, ?, ?, ?)", (*key, payload))
+
+    def evidence_before(self, before: float, limit: int) -> list[Row]:
+        """seq, run, step, sample, side, digest, payload, received_at of records of settled samples, the oldest first."""
+        return self._database.all(
+            "SELECT r.seq, r.run_id, r.step, r.sample_id, r.side, r.digest, r.payload, r.received_at FROM records r"
+            " JOIN samples s ON s.run_id = r.run_id AND s.step = r.step AND s.sample_id = r.sample_id"
+            " WHERE r.received_at < ? AND r.payload IS NOT NULL AND s.verdict <> 'pending' AND s.reference <> 'queued'"
+            " ORDER BY r.received_at, r.seq LIMIT ?",
+            (before, limit),
+        )
+
+    def drop_evidence(self, seqs: Sequence[int], keys: Collection[SampleKey]) -> None:
+        """Forget the content of records and the reference's values of their samples."""
+        self._database.many("UPDATE records SET payload = NULL WHERE seq = ?", [(seq,) for seq in seqs])
+        self._database.many(
+            "DELETE FROM reference_logprobs WHERE run_id = ? AND step = ? AND sample_id = ?",
+            [tuple(key) for key in keys],
+        )
 
     def add_to_step(self, run_id: str, step: int, gained: Totals) -> tuple[Totals, bool]:
         """Add to a step's totals and its run's; the step's new totals and whether the run was new."""

@@ -39,5 +39,6 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
         """CREATE TABLE counters (
             name TEXT NOT NULL, labels TEXT NOT NULL, value {real} NOT NULL, PRIMARY KEY (name, labels))""",
     ),
+    ("CREATE INDEX records_held ON records (received_at) WHERE payload IS NOT NULL",),
 )
 VERSION: Final = len(MIGRATIONS)

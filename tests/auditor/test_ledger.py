@@ -12,8 +12,9 @@ from auditor.export.board import Board
 from auditor.judge import Reference, ReferenceLogprobs, Verdict
 from auditor.pipeline import Incoming, Pipeline
 from auditor.records import SampleKey
+from auditor.retention import ParquetArchive, retire
 from auditor.sampling import Rate
-from auditor.storage.chain import verify
+from auditor.storage.chain import digest, verify
 from auditor.storage.database import Database, open_database
 from auditor.storage.ledger import Ledger, Stored
 from auditor.storage.reader import Reader
@@ -226,3 +227,64 @@ def test_a_killed_postgresql_fails_what_is_in_flight_and_is_found_again(postgres
     assert receive(ledger, pipeline(), 0) == ["duplicate"] * 2
     ledger.close()
     assert verify(open_database(postgres.url, False)).entries == 6
+
+
+def test_evidence_is_retired_by_age_written_away_and_still_in_the_chain(connect: Open, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    now = [1000.0]
+    ledger = Ledger(connect(True), clock=lambda: now[0])
+    queue: list[SampleKey] = []
+    receive(ledger, pipeline(), 0, 1)
+    receive(ledger, pipeline(queue=queue), 2)
+    rollout, _ = pair("lonely")
+    with ledger.transaction() as unit:
+        pipeline().receive(unit, [Incoming(rollout, encode(rollout))])
+    now[0] = 2000.0
+    receive(ledger, pipeline(), 3)
+    before, archive = verify(connect(False)), ParquetArchive(str(tmp_path / "archive"))
+    with ledger.transaction() as unit:
+        assert retire(unit, 1500.0, archive) == 4, "not what is young, queued or without its other side"
+        assert retire(unit, 1500.0, archive) == 0
+    reader = Reader(lambda: connect(False))
+    assert reader.record(SampleKey("run", 0, "0"), "rollout") is None
+    assert reader.sample(SampleKey("run", 0, "0")).judgement.verdict is Verdict.MATCH
+    for kept in ("2", "3", "lonely"):
+        assert reader.record(SampleKey("run", 0, kept), "rollout") is not None
+    after = verify(connect(False))
+    assert (after.entries, after.head) == (before.entries, before.head)
+    assert after.payloads == before.payloads - 4
+    (file,) = (tmp_path / "archive").iterdir()
+    rows = parquet.read_table(file).to_pylist()
+    assert {row["sample_id"] for row in rows} == {"0", "1"}
+    assert all(digest(row["payload"]) == row["digest"] for row in rows)
+    # The same record again is still known as the same, and another one as another.
+    assert receive(ledger, pipeline(), 0) == ["duplicate"] * 2
+    ledger.close()
+
+
+def test_an_archive_that_fails_keeps_the_evidence(connect: Open) -> None:
+    class Full:
+        def write(self, evidence: object) -> None:
+            raise LedgerError("archive: No space left on device")
+
+    ledger = Ledger(connect(True), clock=lambda: 1000.0)
+    receive(ledger, pipeline(), 0)
+    with pytest.raises(LedgerError), ledger.transaction() as unit:
+        retire(unit, 2000.0, Full())
+    assert Reader(lambda: connect(False)).record(SampleKey("run", 0, "0"), "rollout") is not None
+    ledger.close()
+
+
+def test_a_ledger_of_the_first_version_is_brought_up_to_date(connect: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    from auditor.storage import database as module
+
+    with monkeypatch.context() as old:
+        old.setattr(module, "MIGRATIONS", module.MIGRATIONS[:1])
+        old.setattr(module, "VERSION", 1)
+        ledger = Ledger(connect(True))
+        receive(ledger, pipeline(), 0)
+        ledger.close()
+    ledger = Ledger(connect(True))
+    assert receive(ledger, pipeline(), 0, 1) == ["duplicate"] * 2 + ["accepted"] * 2
+    ledger.close()
+    assert verify(connect(False)).entries == 6
