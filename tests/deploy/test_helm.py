@@ -137,6 +137,25 @@ def test_the_auditor_runs_as_nobody_on_a_root_that_it_cannot_write() -> None:
     }
 
 
+def test_with_postgresql_the_password_is_in_no_configmap_and_the_ledger_in_no_claim() -> None:
+    documents = rendered(HELMS[-1], "auditor-postgres")
+    statefulset = one(documents, "StatefulSet")
+    assert "volumeClaimTemplates" not in statefulset["spec"]
+    (container,) = statefulset["spec"]["template"]["spec"]["containers"]
+    assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "auditor-postgres", "key": "password"}
+    config = AuditorConfig.model_validate(yaml.safe_load(one(documents, "ConfigMap")["data"]["auditor.yaml"]))
+    assert config.ledger == "postgresql://auditor@postgres.db.svc:5432/auditor"
+    assert config.tls_client_ca == Path("/run/secrets/tls/ca.crt")
+    assert "tcpSocket" in container["readinessProbe"]
+
+
+def test_a_job_beside_an_auditor_with_certificates_is_refused_for_its_client_has_none() -> None:
+    shape = str(CHART / "shapes/rayjob-cuda.yaml")
+    done = helm(HELMS[-1], "template", "rl", str(CHART), "-f", shape, "--set", "auditor.tls.existingSecret=x")
+    assert done.returncode != 0
+    assert "speaks no TLS" in done.stderr
+
+
 @pytest.mark.parametrize(("shape", "resource"), [("rayjob-cuda", "nvidia.com/gpu"), ("rayjob-rocm", "amd.com/gpu")])
 def test_workers_ask_for_the_gpus_of_their_maker_and_the_head_for_none(shape: str, resource: str) -> None:
     spec = one(rendered(HELMS[-1], shape), "RayJob")["spec"]["rayClusterSpec"]
@@ -174,6 +193,8 @@ def test_every_dashboard_is_in_the_chart() -> None:
         ("job.kind=deployment", "kind"),
         ("job.accelerator=tpu", "accelerator"),
         ("auditor.config.ledger=elsewhere.db", "ledger"),
+        ("auditor.tls.clientCertificates=true", "auditor.tls.existingSecret"),
+        ("auditor.postgres.url=postgresql://me:secret@db/x", "url"),
         ("auditor.persistence.size=lots", "size"),
         ("job.workers.gpus=0", "gpus"),
     ],

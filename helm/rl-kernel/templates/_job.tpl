@@ -6,6 +6,9 @@
 {{- define "rlk.jobConfig" -}}
 {{- $own := dict }}
 {{- if .Values.auditor.enabled }}
+{{- if .Values.auditor.tls.existingSecret }}
+{{- fail "auditor.tls and job.kind: the job's client speaks no TLS; install the auditor without TLS beside it, or keep the two in one trusted network" }}
+{{- end }}
 {{- $host := printf "%s.%s.svc" (include "rlk.auditor" .) .Release.Namespace }}
 {{- $auditor := dict "grpc" (printf "%s:%v" $host .Values.auditor.service.grpcPort) "http" (printf "http://%s:%v" $host .Values.auditor.service.httpPort) }}
 {{- if .Values.auditor.token.existingSecret }}

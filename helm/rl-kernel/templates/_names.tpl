@@ -29,3 +29,13 @@ app.kubernetes.io/component: auditor
 - targetLabel: cluster
   replacement: {{ .Values.cluster | quote }}
 {{- end }}
+
+{{- /* Takes root and path. With client certificates the kubelet, which has none, can only see that the port is open. */ -}}
+{{- define "rlk.probe" -}}
+{{- $tls := .root.Values.auditor.tls }}
+{{- if $tls.clientCertificates -}}
+tcpSocket: {port: http}
+{{- else -}}
+httpGet: {path: {{ .path }}, port: http, scheme: {{ $tls.existingSecret | empty | ternary "HTTP" "HTTPS" }}}
+{{- end }}
+{{- end }}
