@@ -84,6 +84,8 @@ class Trainer(Section):
 
     tp_size: int = Field(default=1, ge=1, description="tensor-parallel ranks, one process each")
     learning_rate: Real = Field(default=1e-5, ge=0, description="of AdamW; 0 changes nothing, for audits")
+    warmup_updates: int = Field(default=0, ge=0, description="updates over which the rate rises from 0")
+    decay_updates: int = Field(default=0, ge=0, description="updates over which it then falls to 0; 0: it stays")
     weight_decay: Real = Field(default=0.0, ge=0, description="of AdamW")
     betas: tuple[Real, Real] = Field(default=(0.9, 0.99), strict=False, description="of AdamW")
     clip_low: Real = Field(default=0.2, gt=0, lt=1, description="PPO: the ratio is clipped below at 1 - clip_low")

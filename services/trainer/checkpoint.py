@@ -49,7 +49,14 @@ class Progress:
 
 
 def write_checkpoint(folder: Path, progress: Progress, optimizer: AdamW, layout: Layout, tp: TensorParallel) -> None:
-    """Write into `folder`, which exists. Every rank calls it; rank 0 writes."""
+    """Write into `folder`, which exists. Every rank calls it; rank 0 writes. CheckpointError if the disk refuses."""
+    try:
+        _write(folder, progress, optimizer, layout, tp)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be written: {error.strerror or error}") from error
+
+
+def _write(folder: Path, progress: Progress, optimizer: AdamW, layout: Layout, tp: TensorParallel) -> None:
     for name, tensors in _parts(optimizer).items():
         local = list(pieces(layout, tensors))
         entries = [Entry(f"{name}.{p.name}", "F32", p.shape) for p in local]

@@ -79,7 +79,7 @@ class TrainerOptions:
             threads=config.numerics.threads,
             micro_batch_tokens=trainer.micro_batch_tokens,
             updates_per_step=trainer.updates_per_step,
-            schedule=Schedule(peak=trainer.learning_rate),
+            schedule=Schedule(trainer.learning_rate, trainer.warmup_updates, trainer.decay_updates),
             adamw=AdamWOptions(betas=trainer.betas, weight_decay=trainer.weight_decay),
             max_grad_norm=trainer.max_grad_norm,
             clip_low=trainer.clip_low,

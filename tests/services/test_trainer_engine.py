@@ -183,9 +183,10 @@ def test_the_engine_is_what_the_loop_asks_for(engine):
 
 
 def test_options_come_from_the_config():
-    config = build_config({"trainer": {"learning_rate": 3e-6, "clip_high": 0.28}, "numerics": {"segments": 4}})
-    options = TrainerOptions.of(config, rank=1, rendezvous="file:///x")
-    assert (options.schedule.peak, options.clip_high, options.segments, options.rank) == (3e-6, 0.28, 4, 1)
+    trainer = {"learning_rate": 3e-6, "warmup_updates": 7, "clip_high": 0.28}
+    options = TrainerOptions.of(build_config({"trainer": trainer, "numerics": {"segments": 4}}), rank=1)
+    assert (options.clip_high, options.segments, options.rank) == (0.28, 4, 1)
+    assert options.schedule == Schedule(peak=3e-6, warmup=7)
 
 
 def test_an_op_that_bypasses_the_plan_ends_the_step_with_an_error(engine):
@@ -235,6 +236,11 @@ def test_a_checkpoint_without_a_file_is_refused(engine, checkpoint):
     (checkpoint / "first_moments.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no 'first_moments\.model\.embed_tokens\.weight'"):
         engine.load_checkpoint(checkpoint)
+
+
+def test_a_checkpoint_that_cannot_be_written_says_why(engine, tmp_path):
+    with pytest.raises(CheckpointError, match=r"checkpoint .*gone cannot be written: No such file or directory"):
+        engine.save_checkpoint(tmp_path / "gone")
 
 
 def test_a_checkpoint_of_another_model_is_refused(checkpoint, tmp_path):

@@ -25,6 +25,9 @@ def runs(tmp_path_factory):
     found = {"one": train_on_rank(0, "", model, [0, 1], ONE, None, root / "one")}
     found["one, then one"] = train_on_rank(0, "", model, [2], ONE, root / "one" / "checkpoint", root / "one-one")
     found["two"] = on_ranks(2, train_on_rank, model, [0, 1], TWO, None, root / "two")
+    native = replace(TWO, numerics="native", micro_batch_tokens=4096)
+    found["native two"] = on_ranks(2, train_on_rank, model, [0], native, None, root / "native")
+    found["native one"] = train_on_rank(0, "", model, [0], replace(native, tp_size=1), None, root / "native-one")
     found["two, then one"] = train_on_rank(0, "", model, [2], ONE, root / "two" / "checkpoint", root / "two-one")
     leave_tensor_parallel()
     return root, found
@@ -51,3 +54,13 @@ def test_checkpoints_of_one_and_two_ranks_are_the_same_bytes(runs):
     for name in ("masters", "first_moments", "second_moments"):
         one, two = ((root / ranks / "checkpoint" / f"{name}.safetensors").read_bytes() for ranks in ("one", "two"))
         assert one == two
+
+
+def test_native_ranks_agree_with_each_other_and_not_with_one_rank(runs):
+    # The control group: the same batch, and the TP size shows in the bits.
+    root, found = runs
+    (losses, logprobs, digest), other = found["native two"]
+    assert other[2] == digest == weight_digest(root / "native" / "weights")
+    assert np.isfinite(losses).all()
+    one = np.concatenate(found["native one"][1])
+    assert (np.concatenate(logprobs).view(np.uint32) != one.view(np.uint32)).any()

@@ -19,12 +19,12 @@ def join_tensor_parallel(tp_size: int = 1, rank: int = 0, rendezvous: str = "") 
     """
     if not dist.is_initialized():
         _initialize(tp_size, rank, rendezvous)
+    elif dist.get_world_size() != tp_size:
+        raise ContractError(f"this process is one of {dist.get_world_size()} ranks; TP {tp_size} needs new processes")
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_size)
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() != tp_size:
-        raise ContractError(f"this process holds a group of TP size {group.size()}; TP {tp_size} needs new processes")
     return TensorParallel(group.rank(), tp_size, group if tp_size > 1 else None)
 
 

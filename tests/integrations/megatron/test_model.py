@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from rl_kernel.contracts import model_contract
+from rl_kernel.integrations.megatron.packing import Tokens
 from rl_kernel.ops import strict_plan
 from rl_kernel.reference.model import Decoder
 from tests.integrations.megatron.cases import TEMPERATURE, build, differing, forward_backward, samples, score
@@ -62,6 +63,13 @@ def test_a_samples_logprobs_do_not_depend_on_its_company(folders, tp):
     for a, b, c in zip(together, alone, backwards, strict=True):
         assert np.array_equal(a.view(np.uint32), b.view(np.uint32))
         assert np.array_equal(a.view(np.uint32), c.view(np.uint32))
+
+
+def test_a_sample_longer_than_a_partial_of_keys_has_the_reference_decoders_bits(folders, tp):
+    tokens = np.random.default_rng(8).integers(0, 331, 1100).tolist()
+    found = score(strict(folders["llama"], tp), [Tokens(tuple(tokens[:1000]), tuple(tokens[1000:]))])
+    law = Decoder.open(folders["llama"], model_contract()).logprobs([np.array(tokens)], [1000], TEMPERATURE)[0]
+    assert np.array_equal(found.view(np.uint32), law.view(np.uint32))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-tied"])

@@ -59,6 +59,11 @@ def test_without_segments_the_sums_would_have_other_bits(one_rank, folders, tp):
     assert differing(one_rank["llama", 2][1], gradients) != []
 
 
+def test_a_process_that_has_joined_one_rank_cannot_be_one_of_two(tp):
+    with pytest.raises(ContractError, match="this process is one of 1 ranks; TP 2 needs new processes"):
+        join_tensor_parallel(2, 0, "file:///nowhere/rendezvous")
+
+
 def decoder(folders, name="llama"):
     return DecoderConfig.read(folders[name])
 
