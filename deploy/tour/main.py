@@ -6,8 +6,10 @@ runs on this machine and is stopped at the end.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +25,7 @@ from deploy.tour import pictures
 from deploy.tour.stack import Stack, StackError, free_ports, running, running_stack, wait_until_ok
 from tests.models import write_tiny_model
 
-CLEAN_VERSIONS = 3
+CLEAN_VERSIONS = 10
 
 
 class Stages:
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     """Take the tour; 0 when the pager rang and everything was left in the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/tour"), help="folder, made where it is missing")
-    parser.add_argument("--steps", type=int, default=6, help=f"RL steps; the fault begins at step {CLEAN_VERSIONS}")
+    parser.add_argument("--steps", type=int, default=20, help=f"RL steps; the fault begins at step {CLEAN_VERSIONS}")
     parser.add_argument("--wait", type=float, default=900.0, help="seconds to wait for the job and its page")
     options = parser.parse_args(arguments)
     out = options.out / time.strftime("%Y%m%d-%H%M%S")
@@ -70,11 +72,11 @@ def _tour(out: Path, steps: int, wait: float) -> int:
     with running(auditor_folder, {"auditor": command}) as check:
         with stage("auditor ready"):
             wait_until_ok(f"http://{http}/readyz", 60, check)
-        began = time.time()
-        with _watching(out, http, stage) as stack:
-            job = _start_job(out, steps, grpc, http, weights)
+        # Ray's sockets live in its folder, and their paths must be short.
+        with tempfile.TemporaryDirectory(prefix="tour-") as ray, _watching(out, http, Path(ray), stage) as stack:
+            job = _start_job(out, steps, grpc, http, weights, Path(ray))
             try:
-                paged = _story(job, stack, http, stage, wait)
+                began, paged = _story(job, stack, http, stage, wait)
             finally:
                 job.terminate()
                 job.wait()
@@ -87,14 +89,15 @@ def _tour(out: Path, steps: int, wait: float) -> int:
 
 
 @contextmanager
-def _watching(out: Path, http: str, stage: Stages) -> Iterator[Stack]:
-    with running_stack(out / "stack", {"auditor": [http]}) as stack:
+def _watching(out: Path, http: str, ray: Path, stage: Stages) -> Iterator[Stack]:
+    nodes = {"ray": ray / "ray" / "prom_metrics_service_discovery.json"}
+    with running_stack(out / "stack", {"auditor": [http]}, nodes) as stack:
         with stage("Prometheus, Alertmanager and pager ready; the auditor is scraped"):
             _until(lambda: stack.query('up{job="auditor"} == 1'), 60, "Prometheus does not scrape the auditor")
         yield stack
 
 
-def _start_job(out: Path, steps: int, grpc: str, http: str, weights: Path) -> subprocess.Popen[bytes]:
+def _start_job(out: Path, steps: int, grpc: str, http: str, weights: Path, ray: Path) -> subprocess.Popen[bytes]:
     tree = {
         "run": {"steps": steps, "directory": str(out / "job")},
         "model": {"path": str(write_tiny_model(out / "model"))},
@@ -103,16 +106,23 @@ def _start_job(out: Path, steps: int, grpc: str, http: str, weights: Path) -> su
         "trainer": {"learning_rate": 1e-3},
         "weights": {"directory": str(weights), "keep": steps + 2},
         "auditor": {"grpc": grpc, "http": f"http://{http}"},
+        # With its dashboard Ray writes down where its metrics are.
+        "ray": {"dashboard": True},
     }
     config = out / "job.yaml"
     config.write_text(yaml.safe_dump(tree), "utf-8")
     command = [sys.executable, "-m", "deploy.tour.stale_rollout", "--from-version", str(CLEAN_VERSIONS + 1), "--"]
     with (out / "job.log").open("wb") as output:
-        return subprocess.Popen([*command, "--config", str(config)], stdout=output, stderr=output)
+        # Metrics of a job this short must come often.
+        environment = {**os.environ, "RAY_TMPDIR": str(ray), "RAY_metrics_report_interval_ms": "1000"}
+        command += ["--config", str(config)]
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 
-def _story(job: subprocess.Popen[bytes], stack: Stack, http: str, stage: Stages, wait: float) -> dict[str, Any]:
-    """From the job's start to the page; what was paged."""
+def _story(
+    job: subprocess.Popen[bytes], stack: Stack, http: str, stage: Stages, wait: float
+) -> tuple[float, dict[str, Any]]:
+    """From the job's start to the page; Unix seconds of the first comparison, and what was paged."""
 
     def alive(answer: Any) -> Any:
         if not answer and job.poll() is not None:
@@ -121,6 +131,7 @@ def _story(job: subprocess.Popen[bytes], stack: Stack, http: str, stage: Stages,
 
     with stage("job up (Ray, vLLM, Megatron-core) and its first step compared"):
         _until(lambda: alive(stack.query("sum(auditor_compared_tokens_total) > 0")), wait, "nothing was compared")
+    began = time.time() - 2
     with stage("clean steps, until the first token that differs is in the ledger"):
         _until(lambda: alive(_mismatching(http)), wait, "no token differed")
     with stage("from there until the pager rang"):
@@ -132,8 +143,7 @@ def _story(job: subprocess.Popen[bytes], stack: Stack, http: str, stage: Stages,
     with stage("the reference has spoken on every mismatch, and the job has ended"):
         job.wait(wait)
         _until(lambda: all(run["queued"] == 0 for run in _get(http, "/runs")["runs"]), wait, "the reference is behind")
-    first: dict[str, Any] = alerts[0]
-    return first
+    return began, alerts[0]
 
 
 def _leave(out: Path, stack: Stack, http: str, paged: dict[str, Any], span: tuple[float, float], stage: Stages) -> None:
@@ -162,7 +172,8 @@ def _worst_sample(http: str, run_id: str) -> tuple[int, str] | None:
         return None
     step = steps[-1]["step"]
     samples = _get(http, f"/runs/{run_id}/steps/{step}/samples?verdict=mismatch")["samples"]
-    worst = max(samples, key=lambda sample: sample["judgement"]["max_abs"])
+    diagnosed = [sample for sample in samples if sample["judgement"]["causes"]]
+    worst = max(diagnosed or samples, key=lambda sample: sample["judgement"]["max_abs"])
     return step, worst["sample_id"]
 
 

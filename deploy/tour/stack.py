@@ -86,16 +86,21 @@ def program(name: str) -> str:
 
 @contextmanager
 def running_stack(
-    folder: Path, targets: Mapping[str, Sequence[str]], interval: str = "1s", retention: str = "2h"
+    folder: Path,
+    targets: Mapping[str, Sequence[str]],
+    files: Mapping[str, Path] | None = None,
+    interval: str = "1s",
+    retention: str = "2h",
 ) -> Iterator[Stack]:
     """Start all three; stop them at the end. targets: job name → host:port of each target.
 
+    files: job name → file of targets that may come and change, as Ray writes one.
     folder: for data and logs. interval: of scraping and of evaluating rules.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prometheus, alertmanager, pager = (f"127.0.0.1:{port}" for port in free_ports(3))
     pages = folder / "pages.jsonl"
-    _write_configs(folder, targets, interval, alertmanager, pager)
+    _write_configs(folder, targets, files or {}, interval, alertmanager, pager)
     commands = {
         "pager": [sys.executable, str(HERE / "pager.py"), "--listen", pager, "--log", str(pages)],
         "alertmanager": [
@@ -176,7 +181,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def _write_configs(
-    folder: Path, targets: Mapping[str, Sequence[str]], interval: str, alertmanager: str, pager: str
+    folder: Path,
+    targets: Mapping[str, Sequence[str]],
+    files: Mapping[str, Path],
+    interval: str,
+    alertmanager: str,
+    pager: str,
 ) -> None:
     config = yaml.safe_load((HERE / "prometheus.yml").read_text("utf-8"))
     config["global"].update(scrape_interval=interval, evaluation_interval=interval, scrape_timeout=interval)
@@ -185,6 +195,14 @@ def _write_configs(
     config["scrape_configs"] = [
         {"job_name": job, "static_configs": [{"targets": list(addresses), "labels": {"cluster": "local"}}]}
         for job, addresses in targets.items()
+    ]
+    config["scrape_configs"] += [
+        {
+            "job_name": job,
+            "file_sd_configs": [{"files": [str(file)], "refresh_interval": "2s"}],
+            "metric_relabel_configs": [{"target_label": "cluster", "replacement": "local"}],
+        }
+        for job, file in files.items()
     ]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), "utf-8")
     routes = (HERE / "alertmanager.yml").read_text("utf-8").replace("pager:9099", pager)

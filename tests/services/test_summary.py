@@ -97,7 +97,7 @@ def test_the_alert_is_the_rule_s_own_text_and_is_silent_about_other_runs():
     )
     rules = yaml.safe_load(Path("deploy/prometheus/rules.yml").read_text())
     (rule,) = [r for g in rules["groups"] for r in g["rules"] if r.get("alert") == NAME]
-    text = rule["annotations"]["summary"].replace("{{ $labels.run_id }}", "r").replace("{{ $value }}", "5")
+    text = rule["annotations"]["summary"].replace("{{ $labels.run_id }}", "r").replace("{{ $value }}", "3")
     assert mismatch_alert(metrics, "r") == f"alert {NAME} ({SEVERITY}): {text}"
     assert rule["labels"]["severity"] == SEVERITY
     assert mismatch_alert(metrics, "silent") is None
