@@ -14,6 +14,7 @@ from auditor.client import AuditClient, Counts
 from auditor.records import Environment, Layout, Positions, RolloutRecord, TrainerRecord
 from auditor.records import Sampling as AuditedSampling
 from rl_kernel.contract import ModelContract
+from services.auditor_access import AuditorAccess
 from services.engines import NATIVE, EngineFacts
 from services.records import Batch, Logprobs, Rollout, Sample, Sampling, WeightVersion
 
@@ -22,27 +23,30 @@ UNKNOWN_WEIGHTS = WeightVersion(-1, "", Path())
 
 @dataclass(frozen=True, slots=True)
 class AuditTarget:
-    """Where records go. run_id: of the run. spool: folder that both sides share. token_file: empty where open.
+    """Where records go. run_id: of the run. spool: folder that both sides share.
 
     contract: what the run is measured against. A native engine follows none; its records name this one all the same,
     so that the auditor can say how far each side is from it instead of declining to compare.
     """
 
-    address: str
+    access: AuditorAccess
     run_id: str
     spool: Path
     contract: ModelContract
     queue_size: int = 4096
-    token_file: str = ""
 
 
 class AuditSink:
     """Records of one engine → the auditor."""
 
     def __init__(self, target: AuditTarget, facts: EngineFacts) -> None:
-        token = Path(target.token_file).read_text().strip() if target.token_file else None
         self._client = AuditClient(
-            target.address, target.run_id, spool_dir=target.spool, queue_size=target.queue_size, token=token
+            target.access.grpc,
+            target.run_id,
+            spool_dir=target.spool,
+            queue_size=target.queue_size,
+            token=target.access.token(),
+            credentials=target.access.credentials(),
         )
         self._run_id = target.run_id
         self._facts = facts if facts.contract_digest != NATIVE else _measured_against(target.contract, facts)

@@ -11,6 +11,7 @@ from auditor.client import Counts
 from rl_kernel.contracts import model_contract
 from services.alert import mismatch_alert
 from services.audit_sink import AuditTarget
+from services.auditor_access import AuditorAccess
 from services.cluster import Place, RolloutHandle, TrainerHandle, ray_cluster
 from services.config import Config
 from services.engines import RolloutEngine, TrainerEngine
@@ -18,7 +19,7 @@ from services.loop import Parts, StepResult, run_steps
 from services.memory import PeakMemory
 from services.metrics import JobMetrics
 from services.records import WeightVersion
-from services.referee import AuditorAddress, OwnAuditor, wait_until_ready
+from services.referee import OwnAuditor, wait_until_ready
 from services.report import Report, StepLine
 from services.run_folder import Checkpoint, RunFolder
 from services.summary import Summary
@@ -65,8 +66,8 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
     memory = PeakMemory()
     with Report(config.run.steps, start.next_step if start else 0) as report, ExitStack() as stack:
         report.say(f"run {folder.run_id} in {folder.path}")
-        auditor, address = _auditor(config, folder, stack, report)
-        run = _open(config, model, task, folder, start, address, stack, report)
+        auditor, access = _auditor(config, folder, stack, report)
+        run = _open(config, model, task, folder, start, access, stack, report)
         weights = _first_weights(run, model)
         setup_seconds = time.monotonic() - began
         lines = _train(run, weights)
@@ -96,13 +97,14 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
 
 def _auditor(
     config: Config, folder: RunFolder, stack: ExitStack, report: Report
-) -> tuple[OwnAuditor | None, AuditorAddress]:
+) -> tuple[OwnAuditor | None, AuditorAccess]:
     """The auditor that the config names, or one of our own on the run's ledger."""
     report.waiting("starting the auditor")
     own: OwnAuditor | None = None
     if config.auditor.grpc:
-        address = AuditorAddress(config.auditor.grpc, config.auditor.http)
-        wait_until_ready(address.http, _READY_SECONDS)
+        it = config.auditor
+        access = AuditorAccess(it.grpc, it.http, it.token_file, it.tls_ca, it.tls_certificate, it.tls_key)
+        wait_until_ready(access, _READY_SECONDS)
     else:
         weights_root = _weights_root(config, folder)
         weights_root.mkdir(parents=True, exist_ok=True)
@@ -111,9 +113,9 @@ def _auditor(
         ports = (config.auditor.grpc_port, config.auditor.http_port)
         own = OwnAuditor(folder.path / "auditor", arguments, *ports, restart=config.auditor.restart)
         stack.callback(own.stop)
-        address = own.start()
-    report.say(f"auditor: {address.http} (page, API, /metrics), gRPC {address.grpc}")
-    return own, address
+        access = own.start()
+    report.say(f"auditor: {access.http} (page, API, /metrics), gRPC {access.grpc}")
+    return own, access
 
 
 def _open(
@@ -122,7 +124,7 @@ def _open(
     task: Task,
     folder: RunFolder,
     start: Checkpoint | None,
-    address: AuditorAddress,
+    access: AuditorAccess,
     stack: ExitStack,
     report: Report,
 ) -> Run:
@@ -131,12 +133,11 @@ def _open(
     ranks = config.trainer.tp_size
     stack.enter_context(ray_cluster(config.ray, actors=1 + ranks))
     target = AuditTarget(
-        address=address.grpc,
+        access=access,
         run_id=folder.run_id,
         spool=folder.path / "spool",
         contract=model_contract(config.numerics.profile, segments=config.numerics.segments),
         queue_size=config.auditor.queue_size,
-        token_file=config.auditor.token_file,
     )
     logs, environment = folder.path / "logs", {"OMP_NUM_THREADS": str(config.numerics.threads)}
     rollout = RolloutHandle(partial(make_rollout, config, model), target, Place(environment, logs / "rollout.log"))
@@ -152,7 +153,7 @@ def _open(
     trainer.wait()
     store = WeightStore(_weights_root(config, folder), config.weights.keep)
     parts = Parts(task, rollout, trainer, store)
-    api = AuditorApi(address.http, folder.run_id, config.auditor.token_file)
+    api = AuditorApi(access, folder.run_id)
     return Run(config, folder, start, report, api, store, rollout, trainer, parts)
 
 
@@ -163,8 +164,11 @@ def _first_weights(run: Run, model: Path) -> WeightVersion:
         weights = run.store.import_model(_FIRST_VERSION, model)
         held = run.trainer.load(weights)
     else:
-        weights = run.store.receive(run.start.weight_version)
-        held = run.trainer.load_checkpoint(run.start.folder, weights)
+        it = run.start
+        weights = WeightVersion(it.weight_version, it.weight_digest, run.store.folder(it.weight_version))
+        held = run.trainer.load_checkpoint(it.folder, weights)
+        # Published anew from the checkpoint, since the version itself may have been removed.
+        run.trainer.publish(run.store, it.weight_version)
     confirm(weights, "the trainer", held)
     confirm(weights, "the rollout engine", run.rollout.load(weights))
     return weights

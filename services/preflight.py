@@ -63,8 +63,12 @@ def _check_auditor(config: Config) -> None:
         raise ConfigError(f"{missing} is empty; a running auditor needs both auditor.grpc and auditor.http")
     if auditor.http and not auditor.http.startswith(("http://", "https://")):
         raise ConfigError(f"auditor.http = {auditor.http!r} should be a URL such as http://127.0.0.1:8080")
-    if auditor.token_file and not Path(auditor.token_file).is_file():
-        raise ConfigError(f"auditor.token_file = {auditor.token_file!r} does not exist")
+    if bool(auditor.tls_certificate) != bool(auditor.tls_key):
+        raise ConfigError("auditor.tls_certificate and auditor.tls_key are given together or not at all")
+    for name in ("token_file", "tls_ca", "tls_certificate", "tls_key"):
+        file = getattr(auditor, name)
+        if file and not Path(file).is_file():
+            raise ConfigError(f"auditor.{name} = {file!r} does not exist")
 
 
 def _check_disk(config: Config, model: Path) -> None:

@@ -10,25 +10,16 @@ import sys
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from services.auditor_access import AuditorAccess
 from services.errors import AuditorError
 
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 60.0
 _RESTART_PAUSE_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class AuditorAddress:
-    """grpc: host:port. http: base URL of the API and of /metrics."""
-
-    grpc: str
-    http: str
 
 
 class OwnAuditor:
@@ -51,18 +42,18 @@ class OwnAuditor:
         assert self._process is not None
         return self._process.pid
 
-    def start(self) -> AuditorAddress:
+    def start(self) -> AuditorAccess:
         """Start it and wait until it answers; AuditorError says why it does not."""
         for port in self._ports:
             _require_free(port)
         self._spawn()
         ports = self._wait_for_ports()
         self._ports = (int(ports["grpc"].rpartition(":")[2]), int(ports["http"].rpartition(":")[2]))
-        address = AuditorAddress(f"127.0.0.1:{self._ports[0]}", f"http://127.0.0.1:{self._ports[1]}")
-        wait_until_ready(address.http, _START_SECONDS, self._check_alive)
+        access = AuditorAccess(f"127.0.0.1:{self._ports[0]}", f"http://127.0.0.1:{self._ports[1]}")
+        wait_until_ready(access, _START_SECONDS, self._check_alive)
         if self._restart:
             threading.Thread(target=self._watch, name="auditor-watch", daemon=True).start()
-        return address
+        return access
 
     def stop(self) -> None:
         """Ask it to end; kill it after ten seconds."""
@@ -127,23 +118,21 @@ class OwnAuditor:
             self.restarts += 1
 
 
-def wait_until_ready(http: str, seconds: float, check: Callable[[], None] = lambda: None) -> None:
-    """Wait until `http`/readyz says 200; AuditorError after `seconds`. check: called between tries, may raise."""
+def wait_until_ready(access: AuditorAccess, seconds: float, check: Callable[[], None] = lambda: None) -> None:
+    """Wait until /readyz says 200; AuditorError after `seconds`. check: called between tries, may raise."""
     deadline = time.monotonic() + seconds
     reason = "no try was made"
     while time.monotonic() < deadline:
         check()
         try:
-            with urllib.request.urlopen(f"{http}/readyz", timeout=2) as answer:
-                if answer.status == 200:
-                    return
-                reason = f"it answers {answer.status}"
+            with access.get("/readyz", seconds=2.0):
+                return
         except urllib.error.HTTPError as error:
             reason = f"it answers {error.code}"
         except (OSError, ValueError) as error:
             reason = str(getattr(error, "reason", error))
         time.sleep(0.1)
-    raise AuditorError(f"the auditor at {http} is not ready after {seconds:.0f} s: {reason}")
+    raise AuditorError(f"the auditor at {access.http} is not ready after {seconds:.0f} s: {reason}")
 
 
 def _require_free(port: int) -> None:

@@ -2,13 +2,12 @@
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from services.auditor_access import AuditorAccess
 
 _TIMEOUT_SECONDS = 5.0
 _POLL_SECONDS = 0.2
@@ -60,10 +59,9 @@ class Verdicts:
 class AuditorApi:
     """The read API, for one run. Every method gives up after seconds, since the job must not wait for its referee."""
 
-    def __init__(self, http: str, run_id: str, token_file: str = "") -> None:
-        self._root = http.rstrip("/")
-        self._url = f"{self._root}/api/v1/runs/{quote(run_id, safe='')}"
-        self._headers = {"Authorization": f"Bearer {Path(token_file).read_text().strip()}"} if token_file else {}
+    def __init__(self, access: AuditorAccess, run_id: str) -> None:
+        self._access = access
+        self._run = f"/api/v1/runs/{quote(run_id, safe='')}"
 
     def run(self) -> Verdicts | None:
         """The whole run; None if the auditor does not answer or knows nothing of it."""
@@ -96,18 +94,15 @@ class AuditorApi:
 
     def metrics(self) -> str:
         """The text for Prometheus; empty if the auditor does not answer."""
-        return (self._get(f"{self._root}/metrics") or b"").decode()
+        return (self._get("/metrics") or b"").decode()
 
     def _verdicts(self, path: str) -> Verdicts | None:
-        body = self._get(self._url + path)
+        body = self._get(self._run + path)
         return None if body is None else Verdicts.from_json(json.loads(body))
 
-    def _get(self, url: str) -> bytes | None:
+    def _get(self, path: str) -> bytes | None:
         try:
-            with urllib.request.urlopen(
-                urllib.request.Request(url, headers=self._headers), timeout=_TIMEOUT_SECONDS
-            ) as answer:
-                body: bytes = answer.read()
-                return body
+            with self._access.get(path, _TIMEOUT_SECONDS) as answer:
+                return answer.read()
         except OSError:
             return None

@@ -7,10 +7,11 @@ import pytest
 
 from rl_kernel.contracts import model_contract
 from services.audit_sink import AuditTarget
+from services.auditor_access import AuditorAccess
 from services.config import Config, build_config
 from services.loop import requests, score
 from services.records import Batch, Rollout, WeightVersion
-from services.referee import AuditorAddress, OwnAuditor
+from services.referee import OwnAuditor
 from services.rollout.actor import RolloutActor
 from services.tasks.tokens import LowTokens
 from services.trainer.actor import TrainerActor
@@ -31,7 +32,7 @@ class Bench:
     rollout_engine: object
     trainer_engine: object
     auditor: OwnAuditor
-    address: AuditorAddress
+    address: AuditorAccess
     store: WeightStore
     first: WeightVersion
     task: LowTokens
@@ -41,7 +42,7 @@ class Bench:
         """A new run: both actors, holding the first weights. wrap_*: puts something between engine and actor."""
         run_id = f"run-{len(self.runs)}"
         target = AuditTarget(
-            address=self.address.grpc,
+            access=self.address,
             run_id=run_id,
             spool=self.folder / "spool" / run_id,
             contract=model_contract("portable", segments=1),
@@ -81,7 +82,7 @@ class Scene:
         """What the auditor says once it is done."""
         self.rollout.flush(seconds)
         self.trainer.flush(seconds)
-        verdicts = AuditorApi(self.bench.address.http, self.run_id).settle(samples, seconds)
+        verdicts = AuditorApi(self.bench.address, self.run_id).settle(samples, seconds)
         assert verdicts is not None, "the auditor does not answer"
         return verdicts
 

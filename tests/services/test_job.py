@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -126,6 +127,7 @@ def test_an_interrupted_run_leaves_no_process_and_resumed_it_ends_with_the_bits_
     _gone(left)
     interrupted = (config_file.parent / "runs" / "latest").resolve()
 
+    shutil.rmtree(interrupted / "weights")
     resumed = Started("--resume", interrupted, "--set", f"run.steps={STEPS}")
     resumed.end(0)
     folder, summary = _latest(config_file)

@@ -49,7 +49,7 @@ def test_killed_it_comes_back_at_the_same_address(make_auditor):
     killed = auditor.pid
     os.kill(killed, signal.SIGKILL)
     _wait_until(lambda: auditor.restarts == 1 and auditor.pid != killed)
-    wait_until_ready(address.http, 20.0)
+    wait_until_ready(address, 20.0)
 
 
 def test_without_restart_it_stays_away(make_auditor):
@@ -57,7 +57,7 @@ def test_without_restart_it_stays_away(make_auditor):
     address = auditor.start()
     os.kill(auditor.pid, signal.SIGKILL)
     with pytest.raises(AuditorError, match=r"is not ready after 1 s: .*[Rr]efused"):
-        wait_until_ready(address.http, 1.0)
+        wait_until_ready(address, 1.0)
 
 
 def test_a_port_in_use_is_named_with_the_keys_to_change(make_auditor):

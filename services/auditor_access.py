@@ -1,0 +1,56 @@
+"""How the auditor is reached: two addresses, and what it asks of those who call."""
+
+import ssl
+import urllib.request
+from dataclasses import dataclass
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import cast
+
+from grpc import ChannelCredentials, ssl_channel_credentials
+
+
+@dataclass(frozen=True, slots=True)
+class AuditorAccess:
+    """Addresses and secrets; files are read when they are needed, by the process that needs them.
+
+    grpc: host:port for records. http: base URL of API, page and /metrics. token_file: bearer token for both; empty
+    where none is asked for. tls_ca: PEM authority of the auditor's certificate; empty speaks plain text over gRPC.
+    tls_certificate, tls_key: PEM, where the auditor asks its callers for a certificate.
+    """
+
+    grpc: str
+    http: str
+    token_file: str = ""
+    tls_ca: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+
+    def token(self) -> str | None:
+        """The bearer token, or None."""
+        return Path(self.token_file).read_text().strip() if self.token_file else None
+
+    def credentials(self) -> ChannelCredentials | None:
+        """For gRPC; None speaks plain text."""
+        if not self.tls_ca:
+            return None
+        authority, key, chain = (
+            Path(file).read_bytes() if file else None for file in (self.tls_ca, self.tls_key, self.tls_certificate)
+        )
+        return ssl_channel_credentials(authority, key, chain)
+
+    def get(self, path: str, seconds: float) -> HTTPResponse:
+        """Open `path` below the base URL. Raises what urllib raises: OSError, with HTTPError below it."""
+        token = self.token()
+        request = urllib.request.Request(
+            self.http.rstrip("/") + path, headers={"Authorization": f"Bearer {token}"} if token else {}
+        )
+        return cast(HTTPResponse, urllib.request.urlopen(request, timeout=seconds, context=self._tls()))
+
+    def _tls(self) -> ssl.SSLContext | None:
+        if not self.tls_ca:
+            return None
+        context = ssl.create_default_context(cafile=self.tls_ca)
+        if self.tls_certificate:
+            context.load_cert_chain(self.tls_certificate, self.tls_key or None)
+        return context
