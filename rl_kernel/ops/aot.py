@@ -84,16 +84,16 @@ def _products() -> Iterator[Kernel]:
         bm, bn, bk, warps, stages = shapes[m]
         yield _kernel(
             module, "gemm_kernel", types.format("", "").replace("  ", " "), warps, stages, matrix=True,
-            ak=1, bk=1, LEVELS=levels, BM=bm, BN=bn, BK=bk, GROUP=8, EVEN=True, FP32=False, CONTINUE=False,
+            ak=1, bk=1, LEVELS=levels, BM=bm, BN=bn, BK=bk, GROUP=8, EVEN=True, FEW=bm == 16, FP32=False, CONTINUE=False,
         )  # fmt: skip
     # dx: w[N,K] as it lies, n summed. dw: both operands transposed, the chain continues from the main gradient.
     yield _kernel(
         module, "gemm_kernel", "*bf16 *bf16 *bf16 i32 i32:16 i32:16 i32:16 i32:16 i32", 8, 4, matrix=True,
-        ak=1, bn=1, LEVELS=0, BM=128, BN=128, BK=64, GROUP=8, EVEN=True, FP32=False, CONTINUE=False,
+        ak=1, bn=1, LEVELS=0, BM=128, BN=128, BK=64, GROUP=8, EVEN=True, FEW=False, FP32=False, CONTINUE=False,
     )  # fmt: skip
     yield _kernel(
         module, "gemm_kernel", "*fp32 *bf16 *bf16 i32 i32:16 i32:16 i32:16 i32:16 i32", 8, 4, matrix=True,
-        am=1, bn=1, LEVELS=0, BM=128, BN=128, BK=64, GROUP=8, EVEN=False, FP32=True, CONTINUE=True,
+        am=1, bn=1, LEVELS=0, BM=128, BN=128, BK=64, GROUP=8, EVEN=False, FEW=False, FP32=True, CONTINUE=True,
     )  # fmt: skip
 
 
@@ -152,13 +152,17 @@ def _logp() -> Iterator[Kernel]:
         ROWS=16,
         HEATED=True,
     )
+    yield _kernel(_LOGP, "merge_few_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32 i32", 8, exp2=True, WIDTH=4096, UNROLL=64)
     yield _kernel(_LOGP, "take_target_kernel", "*fp32 *fp32 *i64 *fp32 i32 i32 i32 i32", 4, BLOCK=128)
     yield _kernel(_LOGP, "gather_logp_kernel", "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 1, BLOCK=128)
 
 
 def _rows() -> Iterator[Kernel]:
     norm = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32:16 i32:16 fp32"
-    for residual, chunks, rows, warps in ((False, 32, 4, 2), (True, 32, 4, 2), (False, 1, 16, 4)):
+    for residual, chunks, rows in ((False, 32, 1), (True, 5, 1), (False, 1, 4)):
+        constants = {"CHUNKS": chunks, "RESIDUAL": residual, "ROWS": rows, "EVEN": chunks != 5}
+        yield _kernel(_NORM, "rms_norm_held_kernel", norm, 1, **constants)
+    for residual, chunks, rows, warps in ((False, 64, 1, 1), (True, 64, 1, 1)):
         yield _kernel(
             _NORM, "rms_norm_kernel", norm, warps, CHUNKS=chunks, RESIDUAL=residual, ROWS=rows, UNROLL=4, EVEN=True
         )
@@ -169,7 +173,8 @@ def _rows() -> Iterator[Kernel]:
         2,
         CHUNKS=32,
         ROWS=4,
-        UNROLL=4, EVEN=True,
+        UNROLL=4,
+        EVEN=True,
     )
     yield _kernel(
         _NORM, "rms_norm_dw_kernel", "*fp32 *fp32 *bf16 *bf16 i32 i32 i32:16 i32:16 i32:16", 1, COLUMNS=32, UNROLL=32

@@ -115,10 +115,10 @@ def gemm_tree_kernel(
     a_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], a.layout)
     b_shape: gl.constexpr = [STAGES, BN, BK] if ROWS_OF_B else [STAGES, BK, BN]
     b_buffers = gl.allocate_shared_memory(gl.bfloat16, b_shape, b.layout)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # a warp's eight rows in different banks
     spares: gl.constexpr = 4 if SEGMENTS > 4 else 2
     spare_rows: gl.constexpr = BM // 2 if SEGMENTS > 2 else 1
-    spare = gl.allocate_shared_memory(gl.float32, [spares, spare_rows, BN], flat)
+    spare = gl.allocate_shared_memory(gl.float32, [spares, spare_rows, BN], spread)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):

@@ -39,11 +39,11 @@ def push(carry, segment, s0, s1, s2, LEVELS: tl.constexpr):  # type: ignore[no-u
 def gemm_kernel(
     y, a, b, m, n, length, am, ak, bk, bn, segments,
     LEVELS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, FP32: tl.constexpr, CONTINUE: tl.constexpr,
+    EVEN: tl.constexpr, FEW: tl.constexpr, FP32: tl.constexpr, CONTINUE: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """One program computes a BM×BN tile of y; CONTINUE starts the chain from what y holds.
 
-    length: summed indices of one segment; EVEN: it is a multiple of BK.
+    length: summed indices of one segment; EVEN: it is a multiple of BK; FEW: rows may be absent from most of the tile.
     """
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
@@ -52,7 +52,7 @@ def gemm_kernel(
     height = min(tiles_m - first, GROUP)
     row = (first + (pid % band) % height) * BM + tl.arange(0, BM)
     column = ((pid % band) // height) * BN + tl.arange(0, BN)
-    # Rows and columns past the end read a valid neighbour and are not stored.
+    # Columns past the end read a valid neighbour and are not stored; rows are not read at all where most are absent.
     row_in = tl.where(row < m, row, 0).to(tl.int64)
     column_in = tl.where(column < n, column, 0).to(tl.int64)
     s = tl.arange(0, BK)
@@ -60,14 +60,16 @@ def gemm_kernel(
     b_at = b + s[:, None] * bk + column_in[None, :] * bn
     here = (row < m)[:, None] & (column < n)[None, :]
     y_at = y + row.to(tl.int64)[:, None] * n + column[None, :]
+    present = (row < m)[:, None]
     acc = tl.load(y_at, mask=here, other=0.0) if CONTINUE else tl.zeros((BM, BN), tl.float32)
     steps = tl.cdiv(length, BK)
     if LEVELS == 0:
         for step in range(steps):
             if EVEN:
-                left, right = tl.load(a_at), tl.load(b_at)
+                left = tl.load(a_at, mask=present, other=0.0) if FEW else tl.load(a_at)
+                right = tl.load(b_at)
             else:
-                left = tl.load(a_at, mask=(s < length - step * BK)[None, :], other=0.0)
+                left = tl.load(a_at, mask=present & (s < length - step * BK)[None, :], other=0.0)
                 right = tl.load(b_at, mask=(s < length - step * BK)[:, None], other=0.0)
             acc = tl.dot(left, right, acc)
             a_at += BK * ak
@@ -78,9 +80,10 @@ def gemm_kernel(
             segment, step = flat // steps, flat % steps
             base = segment.to(tl.int64) * length + step * BK
             if EVEN:
-                left, right = tl.load(a_at + base * ak), tl.load(b_at + base * bk)
+                left = tl.load(a_at + base * ak, mask=present, other=0.0) if FEW else tl.load(a_at + base * ak)
+                right = tl.load(b_at + base * bk)
             else:
-                left = tl.load(a_at + base * ak, mask=(s < length - step * BK)[None, :], other=0.0)
+                left = tl.load(a_at + base * ak, mask=present & (s < length - step * BK)[None, :], other=0.0)
                 right = tl.load(b_at + base * bk, mask=(s < length - step * BK)[:, None], other=0.0)
             acc = tl.dot(left, right, acc)
             if step == steps - 1:
@@ -104,7 +107,7 @@ class Launch:
 def launch_for(m: int, n: int, length: int, segments: int) -> Launch:
     """The static launch table: a function of the shape alone."""
     if m <= 16:
-        return Launch(16, 32, 256, 4, 4) if length >= 512 else Launch(16, 32, 128, 4, 4)
+        return Launch(16, 32, 512, 4, 3) if n <= 4096 and length % 512 == 0 else Launch(16, 64, 128, 4, 5)
     if m <= 32:
         return Launch(32, 32, 128, 4, 5)
     if m <= 64:
@@ -139,7 +142,7 @@ def product(
     gemm_kernel[grid](
         y, a, b, m, n, length, a.stride(0), a.stride(1), b.stride(0), b.stride(1), segments,
         LEVELS=segments.bit_length() - 1, BM=shape.bm, BN=shape.bn, BK=shape.bk, GROUP=8,
-        EVEN=length % shape.bk == 0, FP32=y.dtype == torch.float32, CONTINUE=keep,
+        EVEN=length % shape.bk == 0, FEW=shape.bm == 16, FP32=y.dtype == torch.float32, CONTINUE=keep,
         num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return y

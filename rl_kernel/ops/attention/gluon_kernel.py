@@ -23,7 +23,7 @@ from rl_kernel.ops.accelerator import multiprocessors
 from rl_kernel.ops.gluon_scalar import canonical, narrow
 
 HEAD_DIMS = (64, 128)
-STAGES = {64: 4, 128: 2}  # blocks of keys and of values in flight, as many as shared memory holds
+STAGES = {64: 4, 128: 3}  # blocks of keys and of values in flight, as many as shared memory holds
 
 ROWS = gl.constexpr(128)  # queries of a tile
 HALF_ROWS = gl.constexpr(64)  # queries of a warpgroup
@@ -167,10 +167,10 @@ def _attend(
                 mbarrier.arrive(k_empty.index(count % STAGES))
                 p, unused, m = _softmax(s, m, scale, True, True, False)
                 weights = p.to(gl.bfloat16)
+                mbarrier.wait(k_full.index((count + 1) % STAGES), ((count + 1) // STAGES) & 1, pred=full > 1)
                 for block in range(1, full):
                     # The scores of this block and the sums of the one before run while the exponentials are computed.
                     slot, after = count % STAGES, (count + 1) % STAGES
-                    mbarrier.wait(k_full.index(after), ((count + 1) // STAGES) & 1)
                     next_keys = k_buffers.index(after).permute((1, 0))
                     scores = warpgroup_mma(queries, next_keys, empty_scores, use_acc=False, is_async=True)
                     mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
@@ -181,8 +181,11 @@ def _attend(
                     mbarrier.arrive(k_empty.index(after))
                     opens = block % per_partial == 0
                     p, alpha, top = _softmax(s, m, scale, opens, opens, False)
-                    # `ready` among the dependences keeps the compiler from moving the exponentials behind the wait.
+                    # `ready` among the dependences, and a wait that loops, keep the assembler from moving the
+                    # exponentials behind the products that they are to overlap.
                     ready = p.to(gl.bfloat16)
+                    following = count + 2
+                    mbarrier.wait(k_full.index(following % STAGES), (following // STAGES) & 1, pred=block + 1 < full)
                     acc_done, l_done, _o, _l, weights = warpgroup_mma_wait(0, (acc, l, weights_o, weights_l, ready))
                     mbarrier.arrive(v_empty.index(slot))
                     if opens:
@@ -268,8 +271,9 @@ def attention_kernel(
     writer: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(gl.bfloat16, [ONES, BLOCK], ones_layout)
     ones.store(gl.full((ONES, BLOCK), 1.0, gl.bfloat16, writer))
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    merged = gl.allocate_shared_memory(gl.float32, [2, HALF_ROWS, D], plain)
+    # Eight rows that a warp writes together fall into different banks.
+    spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    merged = gl.allocate_shared_memory(gl.float32, [2, HALF_ROWS, D], spread)
     scratch = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, D], v.layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     q_full, q_empty = gl.allocate_shared_memory(gl.int64, [1], bars), gl.allocate_shared_memory(gl.int64, [1], bars)

@@ -158,7 +158,7 @@ class Launch:
 
 def launch_for(dim: int) -> Launch:
     """The static launch table."""
-    return Launch(128, 64, 128, 64, 8, 2) if dim <= 128 else Launch(64, 32, 64, 32, 8, 1)
+    return Launch(64, 64, 64, 64, 4, 2) if dim <= 128 else Launch(64, 32, 64, 32, 8, 1)
 
 
 def attention_backward(

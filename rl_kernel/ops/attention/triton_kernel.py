@@ -251,7 +251,7 @@ def launch_for(tokens: int, sequences: int, group: int, dim: int, keys: int, pag
     """The static launch table. keys: the most that a sequence of this call can have."""
     few = tokens * group <= 16 * sequences
     if paged and few and tokens <= 1024:
-        return Launch(max(16, triton.next_power_of_2(group)), group, 4, 3, keys > KV_PARTIAL)
+        return Launch(max(16, triton.next_power_of_2(group)), group, 2, 5 if dim <= 128 else 2, keys > KV_PARTIAL)
     return Launch(128, 1, 8, 2 if dim > 128 else 3, False)
 
 

@@ -28,6 +28,7 @@ __all__ = [
 TILE = tl.constexpr(VOCAB_TILE)
 # Tile statistics, and logits, held at once: bounds that the vocabulary does not move.
 STATS, LOGITS = 1 << 24, 1 << 26
+FEW = 512  # tokens up to which a merge is bound by its chain, not by memory
 
 
 @triton.jit
@@ -58,9 +59,10 @@ def linear_stats_kernel(
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(tl.cdiv(k, BK)):
         if EVEN:
-            left, right = tl.load(h_at), tl.load(w_at)
+            left = tl.load(h_at, mask=(row < tokens)[:, None], other=0.0)
+            right = tl.load(w_at)
         else:
-            left = tl.load(h_at, mask=(i < k - step * BK)[None, :], other=0.0)
+            left = tl.load(h_at, mask=(row < tokens)[:, None] & (i < k - step * BK)[None, :], other=0.0)
             right = tl.load(w_at, mask=(i < k - step * BK)[:, None], other=0.0)
         acc = tl.dot(left, right, acc)
         h_at += BK
@@ -114,6 +116,41 @@ def merge_kernel(
 
 
 @triton.jit
+def merge_few_kernel(
+    lse, m, s, spare, tiles, tile_stride, token_stride, WIDTH: tl.constexpr, UNROLL: tl.constexpr, EX2: tl.constexpr
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """One program merges all tiles of one token, with the bits of `merge_kernel` and a shorter chain.
+
+    The running maximum has no order, so what each step multiplies and adds is known beforehand; only those two
+    operations stay in sequence. spare: [T,2,WIDTH] fp32.
+    """
+    token = tl.program_id(0)
+    tile = tl.arange(0, WIDTH)
+    at = tile.to(tl.int64) * tile_stride + token * token_stride
+    here = tile < tiles
+    m2 = tl.load(m + at, mask=here, other=NEG_INF)
+    s2 = tl.load(s + at, mask=here, other=0.0)
+    before = tl.load(m + at - tile_stride, mask=here & (tile > 0), other=NEG_INF)
+    top = tl.associative_scan(before, 0, _maximum)
+    after = tl.maximum(top, m2)
+    shift = tl.where(after == NEG_INF, 0.0, after)
+    factors = spare + token * 2 * WIDTH
+    tl.store(factors + tile, exp2((top - shift) * LOG2E, EX2))
+    tl.store(factors + WIDTH + tile, s2 * exp2((m2 - shift) * LOG2E, EX2))
+    tl.debug_barrier()
+    total = 0.0
+    for step in tl.range(0, tiles, loop_unroll_factor=UNROLL):
+        total = total * tl.load(factors + step) + tl.load(factors + WIDTH + step)
+    highest = tl.max(m2, 0)
+    tl.store(lse + token + tl.zeros((1,), tl.int32), canonical(ln(tl.zeros((1,), tl.float32) + total) + highest))
+
+
+@triton.jit
+def _maximum(a, b):  # type: ignore[no-untyped-def]
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def vocab_stats_kernel(
     m, s, logits, temperature, width, vocab_start, vocab, tiles, token_stride, tile_stride,
     ROWS: tl.constexpr, HEATED: tl.constexpr, EX2: tl.constexpr,
@@ -161,6 +198,14 @@ Running = tuple[torch.Tensor, torch.Tensor]
 def _merge(m: torch.Tensor, s: torch.Tensor, lse: torch.Tensor, running: Running, *, tile_major: bool,
            keep: bool, finish: bool) -> None:  # fmt: skip
     tokens, tiles = (m.shape[1], m.shape[0]) if tile_major else m.shape
+    if tokens <= FEW and tiles <= 8192 and finish and not keep:
+        width = triton.next_power_of_2(tiles)
+        spare = torch.empty((tokens, 2, width), dtype=F32, device=m.device)
+        merge_few_kernel[(tokens,)](
+            lse, m, s, spare, tiles, tokens if tile_major else 1, 1 if tile_major else tiles,
+            WIDTH=width, UNROLL=64, EX2=EX2, num_warps=8 if width >= 1024 else 1, enable_fp_fusion=False,
+        )  # fmt: skip
+        return
     block = 32 if tokens >= 32 else 1
     merge_kernel[(triton.cdiv(tokens, block),)](
         running[0], running[1], lse, m, s, tokens, tiles, tokens if tile_major else 1, 1 if tile_major else tiles,

@@ -13,6 +13,7 @@ from rl_kernel.ops.triton_scalar import canonical, narrow, round_bf16, tree
 
 LANES = tl.constexpr(128)
 UNROLL = 4  # chunks whose loads are in flight together
+HELD = 40  # chunks that fit into the registers of one warp
 
 
 @triton.jit
@@ -55,6 +56,36 @@ def rms_norm_kernel(
         value = tl.load(source + c * LANES, mask=here, other=0.0).to(tl.float32)
         gain = tl.load(w + c * LANES + lane, mask=EVEN | (c * LANES + lane < n), other=0.0).to(tl.float32)[None, :]
         tl.store(y + at + c * LANES, narrow(round_bf16(value * r) * gain), mask=here)
+
+
+@triton.jit
+def rms_norm_held_kernel(
+    y, new_residual, x, residual, w, rows, inner, stride, n, eps,
+    CHUNKS: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """As rms_norm_kernel, for rows short enough to stay in registers: read once, all loads in flight together."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    at = row.to(tl.int64)[:, None] * n + lane[None, :]
+    x_at = ((row // inner).to(tl.int64) * stride + (row % inner) * n)[:, None] + lane[None, :]
+    values = ()
+    for c in tl.static_range(CHUNKS):
+        here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
+        value = tl.load(x + x_at + c * LANES, mask=here, other=0.0)
+        if RESIDUAL:
+            other = tl.load(residual + at + c * LANES, mask=here, other=0.0)
+            value = narrow(value.to(tl.float32) + other.to(tl.float32))
+            tl.store(new_residual + at + c * LANES, value, mask=here)
+        values = values + (value,)  # noqa: RUF005  (Triton has no starred tuples)
+    lanes = tl.zeros((ROWS, LANES), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        value = values[c].to(tl.float32)
+        lanes = tl.fma(value, value, lanes)
+    r = _rstd(lanes, n, eps)[:, None]
+    for c in tl.static_range(CHUNKS):
+        here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
+        gain = tl.load(w + c * LANES + lane, mask=EVEN | (c * LANES + lane < n), other=0.0).to(tl.float32)[None, :]
+        tl.store(y + at + c * LANES, narrow(round_bf16(values[c].to(tl.float32) * r) * gain), mask=here)
 
 
 @triton.jit
@@ -114,9 +145,22 @@ def rms_norm_dw_kernel(
 def _launch(rows: int, n: int) -> tuple[int, int, int]:
     """Chunks of 128 features, rows a program, warps: a function of the shape alone."""
     chunks = triton.cdiv(n, 128)
-    if rows <= 264:
-        return chunks, 1, 1
-    return (chunks, 16, 4) if chunks == 1 else (chunks, 4, 2)
+    return (chunks, 4, 1) if chunks == 1 and rows > 264 else (chunks, 1, 1)
+
+
+def _normalise(
+    y: torch.Tensor, new_residual: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor,
+    rows: int, inner: int, stride: int, eps: float, *, add: bool,
+) -> None:  # fmt: skip
+    n = w.shape[0]
+    chunks, per_program, warps = _launch(rows, n)
+    common = {"CHUNKS": chunks, "RESIDUAL": add, "ROWS": per_program, "EVEN": n % 128 == 0}
+    common |= {"num_warps": warps, "enable_fp_fusion": False}
+    arguments = (y, new_residual, x, residual, w, rows, inner, stride, n, eps)
+    if chunks <= HELD:
+        rms_norm_held_kernel[(triton.cdiv(rows, per_program),)](*arguments, **common)
+    else:
+        rms_norm_kernel[(triton.cdiv(rows, per_program),)](*arguments, UNROLL=UNROLL, **common)
 
 
 def _rows(op: str, name: str, x: torch.Tensor, w: torch.Tensor) -> tuple[int, int, int]:
@@ -135,13 +179,8 @@ def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     """x[…,n] bf16, w[n] bf16 → y[…,n] bf16, contiguous. The first dimension of x may lie apart."""
     rows, inner, stride = _rows("rms_norm", "x", x, w)
     y = torch.empty(x.shape, dtype=BF16, device=x.device)
-    n = w.shape[0]
-    chunks, per_program, warps = _launch(rows, n)
     if rows:
-        rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-            y, y, x, x, w, rows, inner, stride, n, eps,
-            CHUNKS=chunks, RESIDUAL=False, ROWS=per_program, UNROLL=UNROLL, EVEN=n % 128 == 0, num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        _normalise(y, y, x, x, w, rows, inner, stride, eps, add=False)
     return y
 
 
@@ -153,13 +192,8 @@ def add_rms_norm(
     require("add_rms_norm", "x", x, BF16, *x.shape)
     require("add_rms_norm", "residual", residual, BF16, *x.shape)
     y, total = torch.empty_like(x), torch.empty_like(x)
-    n = w.shape[0]
-    chunks, per_program, warps = _launch(rows, n)
     if rows:
-        rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-            y, total, x, residual, w, rows, 1, n, n, eps,
-            CHUNKS=chunks, RESIDUAL=True, ROWS=per_program, UNROLL=UNROLL, EVEN=n % 128 == 0, num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        _normalise(y, total, x, residual, w, rows, 1, w.shape[0], eps, add=True)
     return y, total
 
 
