@@ -31,7 +31,10 @@ class Config(BaseModel):
     recompute_per_stratum: Annotated[
         int, Field(ge=0, description="and the first k of each engine and response length (by powers of two)")
     ] = 0
-    recompute_workers: Annotated[int, Field(ge=1, le=1024, description="processes that run the reference")] = 1
+    recompute_workers: Annotated[int, Field(ge=1, le=1024, description="workers that run the reference")] = 1
+    recompute_pool: Annotated[
+        str, Field(description="where they run: process (here), ray (the cluster of RAY_ADDRESS), or MODULE:NAME")
+    ] = "process"
     diagnose_per_step: Annotated[
         int, Field(ge=0, le=1_000_000, description="mismatching samples of a step that causes are searched for")
     ] = 2

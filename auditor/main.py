@@ -38,6 +38,7 @@ from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
 from auditor.tls import Renewal, TlsFiles, grpc_credentials, http_context
+from auditor.workers import find
 from auditor.writer import Writer
 
 log = logging.getLogger("auditor")
@@ -121,7 +122,12 @@ class Auditor:
         if config.weights_root is None:
             return None
         pool = RecomputePool(
-            config.weights_root, config.recompute_workers, config.diagnose_per_step, self._load, self._conclude
+            config.weights_root,
+            find(config.recompute_pool),
+            config.recompute_workers,
+            config.diagnose_per_step,
+            self._load,
+            self._conclude,
         )
         self._parts.callback(pool.close)
         return pool

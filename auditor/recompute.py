@@ -1,10 +1,8 @@
-"""The reference, asked in other processes: mismatches first, then the sampled ones in the order in which they came."""
+"""The reference, asked elsewhere: mismatches first, then the sampled ones in the order in which they came."""
 
 import heapq
 import itertools
 import logging
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,9 +14,9 @@ import numpy as np
 
 from auditor.codec import encode
 from auditor.errors import RecomputeError
-from auditor.frames import read_frame, write_frame
 from auditor.judge import ReferenceLogprobs
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
+from auditor.workers import Hire, Worker
 
 log = logging.getLogger(__name__)
 _ATTEMPTS = 3
@@ -29,16 +27,18 @@ Conclude = Callable[[SampleKey, ReferenceLogprobs | RecomputeError, float], None
 
 
 class RecomputePool:
-    """Worker processes and the queue before them.
+    """Workers and the queue before them.
 
+    hire: makes a worker; workers: how many.
     diagnose_per_step: mismatching samples of a step that causes are searched for; each costs some dozens of forwards.
     load: fetches a sample's two records from the ledger, so that what waits costs a key and no arrays.
     conclude: is told the outcome and the seconds that it took; called from the pool's threads.
     """
 
     def __init__(
-        self, weights_root: Path, workers: int, diagnose_per_step: int, load: Load, conclude: Conclude
+        self, weights_root: Path, hire: Hire, workers: int, diagnose_per_step: int, load: Load, conclude: Conclude
     ) -> None:
+        self._hire = hire
         self._diagnose_per_step = diagnose_per_step
         self._diagnosed: Counter[tuple[str, int]] = Counter()
         self._weights_root = weights_root
@@ -48,7 +48,9 @@ class RecomputePool:
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._closing = False
-        self._processes: set[subprocess.Popen[bytes]] = set()
+        # Hired here, so that a pool that cannot be had fails the start and not the first mismatch.
+        self._spare: Worker | None = hire(weights_root)
+        self._workers: set[Worker] = {self._spare}
         self._threads = [threading.Thread(target=self._work, name=f"recompute-{i}") for i in range(workers)]
         for thread in self._threads:
             thread.start()
@@ -75,13 +77,15 @@ class RecomputePool:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        for process in list(self._processes):
-            process.kill()
+        for worker in list(self._workers):
+            worker.kill()
         for thread in self._threads:
             thread.join()
+        for worker in list(self._workers):
+            self._stop(worker)
 
     def _work(self) -> None:
-        worker: subprocess.Popen[bytes] | None = None
+        worker: Worker | None = None
         while (key := self._next()) is not None:
             outcome: ReferenceLogprobs | RecomputeError | None = None
             started = time.monotonic()
@@ -110,11 +114,12 @@ class RecomputePool:
                 self._changed.wait()
             return None if self._closing else heapq.heappop(self._heap)[3]
 
-    def _ask(self, worker: subprocess.Popen[bytes], key: SampleKey) -> ReferenceLogprobs:
+    def _ask(self, worker: Worker, key: SampleKey) -> ReferenceLogprobs:
         rollout, trainer = (encode(record) for record in self._load(key))
         name = (key.run_id, key.step)
         diagnose = self._diagnosed[name] < self._diagnose_per_step
-        reference = _call(worker, {"rollout_bytes": len(rollout), "diagnose": diagnose}, rollout + trainer)
+        job = {"rollout_bytes": len(rollout), "diagnose": diagnose}
+        reference = _reference(*worker.ask(job, rollout + trainer))
         if reference.causes:
             with self._changed:
                 self._diagnosed[name] += 1
@@ -122,29 +127,19 @@ class RecomputePool:
                     del self._diagnosed[next(iter(self._diagnosed))]
         return reference
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "auditor.recompute_worker", str(self._weights_root)]
-        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._processes.add(worker)
+    def _start(self) -> Worker:
+        with self._changed:
+            worker, self._spare = self._spare, None
+        worker = worker or self._hire(self._weights_root)
+        self._workers.add(worker)
         return worker
 
-    def _stop(self, worker: subprocess.Popen[bytes]) -> None:
-        self._processes.discard(worker)
-        worker.kill()
-        worker.wait()
-        for pipe in (worker.stdin, worker.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue  # what it still held was for a process that is gone
+    def _stop(self, worker: Worker) -> None:
+        self._workers.discard(worker)
+        worker.stop()
 
 
-def _call(worker: subprocess.Popen[bytes], job: dict[str, Any], body: bytes) -> ReferenceLogprobs:
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    write_frame(worker.stdin, job, body)  # type: ignore[arg-type]
-    header, raw = read_frame(worker.stdout)  # type: ignore[arg-type]
+def _reference(header: dict[str, Any], raw: bytes) -> ReferenceLogprobs:
     if "error" in header:
         raise RecomputeError(header["error"], header["code"])
     values = np.frombuffer(raw, "<f4").astype(np.float32)

@@ -107,7 +107,7 @@ class Unit:
         self._database.run("INSERT INTO reference_logprobs VALUES (?, ?, ?, ?)", (*key, payload))
 
     def evidence_before(self, before: float, limit: int) -> list[Row]:
-        """seq, run, step, sample, side, digest, payload, received_at of records of settled samples, the oldest first."""
+        """seq, run, step, sample, side, digest, payload, received_at of settled samples' records, the oldest first."""
         return self._database.all(
             "SELECT r.seq, r.run_id, r.step, r.sample_id, r.side, r.digest, r.payload, r.received_at FROM records r"
             " JOIN samples s ON s.run_id = r.run_id AND s.step = r.step AND s.sample_id = r.sample_id"

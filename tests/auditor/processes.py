@@ -41,7 +41,7 @@ class AuditorProcess:
         command += ["--ledger", str(self.ledger), "--ports-file", str(ports), *self._flags]
         with (self.folder / "auditor.log").open("ab") as output:
             self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not ports.exists():
             assert self.process.poll() is None, (self.folder / "auditor.log").read_text()
             assert time.monotonic() < deadline, "the auditor did not start"

@@ -1,0 +1,70 @@
+"""Who runs the reference: a process here, or an actor of an engine that is already there, chosen by name.
+
+A worker answers one job at a time: a header and bytes in, a header and bytes out (`recompute_worker.answer`).
+"""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from auditor.errors import ConfigError
+from auditor.frames import read_frame, write_frame
+
+
+class Worker(Protocol):
+    """One runner of the reference."""
+
+    def ask(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        """Run one job. EOFError or OSError where the worker is gone; another one is hired then."""
+
+    def kill(self) -> None:
+        """End it at once, from any thread; a job that it is at fails."""
+
+    def stop(self) -> None:
+        """End it and let go of what it holds, from the thread that asks it."""
+
+
+Hire = Callable[[Path], Worker]
+
+
+class ProcessWorker:
+    """A process on this machine, spoken to over pipes. weights_root: where it finds weights."""
+
+    def __init__(self, weights_root: Path) -> None:
+        command = [sys.executable, "-m", "auditor.recompute_worker", str(weights_root)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def ask(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        """Run one job in the process."""
+        write_frame(cast(BinaryIO, self._process.stdin), job, body)
+        return read_frame(cast(BinaryIO, self._process.stdout))
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """Kill the process and close the pipes."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except BrokenPipeError:
+                continue  # what it still held was for a process that is gone
+
+
+def find(name: str) -> Hire:
+    """`process`, `ray`, or MODULE:NAME of a function that takes the weights root and returns a Worker."""
+    if name == "process":
+        return ProcessWorker
+    module, _, attribute = {"ray": "auditor.ray_workers:hire"}.get(name, name).partition(":")
+    try:
+        hire: Hire = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"recompute_pool {name!r}: {error}; give process, ray or MODULE:NAME") from None
+    return hire

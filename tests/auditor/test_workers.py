@@ -1,0 +1,114 @@
+"""Who runs the reference is chosen by name; a pool that cannot be had fails the start; Ray is one of them."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from auditor.client import AuditClient
+from auditor.errors import ConfigError
+from auditor.workers import ProcessWorker, find
+from tests.auditor.processes import REPOSITORY, running_auditor
+from tests.auditor.samples import one_ulp_off
+from tests.auditor.test_reference import true_pair, weights_root
+
+__all__ = ["weights_root"]
+
+
+def test_names_are_process_ray_or_a_function() -> None:
+    assert find("process") is ProcessWorker
+    assert find("auditor.workers:ProcessWorker") is ProcessWorker
+    for name in ("nowhere", "nowhere:x", "auditor.workers:none", "auditor.workers"):
+        with pytest.raises(ConfigError, match="recompute_pool"):
+            find(name)
+
+
+def test_a_worker_that_is_killed_fails_its_job_and_another_one_takes_it(weights_root: Path, tmp_path: Path) -> None:
+    flags = ("--weights-root", str(weights_root), "--recompute-rate", "1")
+    with (
+        running_auditor(tmp_path, *flags) as auditor,
+        AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
+    ):
+        assert auditor.process is not None
+        for i in range(4):
+            for thread in Path(f"/proc/{auditor.process.pid}/task").iterdir():
+                for pid in (thread / "children").read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            rollout, trainer = true_pair(weights_root, f"{i}")
+            client.submit_rollout(rollout)
+            client.submit_trainer(one_ulp_off(trainer))
+            client.flush(10)
+            run = auditor.wait_for("/api/v1/runs/run", lambda r, n=i: r["queued"] == 0 and r["samples"] == n + 1)
+        assert (run["by_reference"], run["by_side"]) == ({"done": 4}, {"trainer": 4})
+        assert auditor.stop() == 0
+
+
+def test_no_cluster_is_one_line_at_the_start(weights_root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    command = [sys.executable, "-m", "auditor.main", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+    command += ["--ledger", str(tmp_path / "l"), "--weights-root", str(weights_root), "--recompute-pool", "ray"]
+    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1", "RAY_TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "auditor: recompute_pool ray: no cluster to join" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_recomputes(weights_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = shutil.which("ray", path=str(Path(sys.executable).parent))
+    if ray is None:
+        pytest.skip("Ray is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # The paths of Ray's sockets must be short, so its folder is not the test's own.
+    settings = {
+        "RAY_TMPDIR": tempfile.mkdtemp(prefix="ra"),
+        "RAY_ADDRESS": f"127.0.0.1:{port}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    start = [ray, "start", "--head", "--port", str(port), "--num-cpus", "2", "--include-dashboard", "false", "--block"]
+    head = subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for_port(port)
+        flags = ("--weights-root", str(weights_root), "--recompute-rate", "1", "--recompute-pool", "ray")
+        with (
+            running_auditor(tmp_path, *flags) as auditor,
+            AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
+        ):
+            for i in range(4):
+                rollout, trainer = true_pair(weights_root, f"{i}")
+                client.submit_rollout(one_ulp_off(rollout) if i == 0 else rollout)
+                client.submit_trainer(trainer)
+            client.flush(10)
+            run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0 and r["samples"] == 4, 90)
+            assert (run["by_reference"], run["by_side"]) == ({"done": 4}, {"rollout": 1})
+    finally:
+        head.terminate()
+        head.wait(30)
+        shutil.rmtree(settings["RAY_TMPDIR"], ignore_errors=True)
+
+
+def _wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, "Ray did not start"
+            time.sleep(0.2)
