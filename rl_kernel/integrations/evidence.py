@@ -42,6 +42,12 @@ class Evidence:
     ops: tuple[OpEvidence, ...]
     foreign: tuple[str, ...]
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Evidence":
+        """Restore what `dataclasses.asdict` made of an Evidence, and what a wire made of that."""
+        ops = tuple(OpEvidence(**op) for op in fields["ops"])
+        return cls(fields["engine"], fields["rank"], fields["contract"], ops, tuple(fields["foreign"]))
+
     def calls(self) -> dict[str, int]:
         """Function name, qualified by its op (`rms_norm.add_rms_norm`) → times called; zeros left out."""
         return {f"{o.op}.{name}": n for o in self.ops for name, n in o.calls.items() if n}

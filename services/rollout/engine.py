@@ -8,7 +8,6 @@ tokens' logprobs to the bit. EvidenceError if any of that fails.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +19,15 @@ from rl_kernel.contracts import model_contract
 from rl_kernel.environment import read_environment
 from rl_kernel.errors import EvidenceError, ModelError, ShapeError, WeightDigestError
 from rl_kernel.integrations import vllm as strict_vllm
-from rl_kernel.integrations.evidence import Evidence, OpEvidence
+from rl_kernel.integrations.evidence import Evidence
 from rl_kernel.reference.config import DecoderConfig
-from rl_kernel.reference.model import Decoder, expected_tensors
-from rl_kernel.reference.weights import map_weights, weight_digest
-from services.config import Config, Numerics
+from rl_kernel.reference.model import Decoder
+from rl_kernel.reference.weights import weight_digest
 from services.engines import EngineFacts, Generated
 from services.records import Logprobs, Sampling
+from services.rollout.options import EngineOptions, check_split, check_tensors, thread_binding
+
+__all__ = ["EngineOptions", "RolloutEngine"]
 
 _WARM_UP_PROMPT: Final = 5  # tokens; and so many new ones
 _WARM_UP_TOKENS: Final = 3
@@ -40,46 +41,6 @@ _ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     "TORCH_COMPILE_DISABLE": "1",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How vLLM is run.
-
-    threads: CPU threads of each tensor-parallel rank. own_process: let vLLM start a process for itself; with
-    tp_size > 1 it always does. max_num_batched_tokens: of one step; a longer prompt is prefilled in chunks.
-    block_size: tokens of a KV-cache block. kv_cache_mb: memory for keys and values of each rank, MiB.
-    """
-
-    engine_id: str = "rollout-0"
-    numerics: Numerics = "strict"
-    profile: str = "portable"
-    segments: int = 1
-    tp_size: int = 1
-    threads: int = 1
-    own_process: bool = False
-    max_model_len: int = 256
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 2048
-    kv_cache_mb: int = 64
-    prefix_caching: bool = True
-    block_size: int = 32
-
-    @classmethod
-    def of(cls, config: Config, engine_id: str = "rollout-0") -> "EngineOptions":
-        """The options that the job's config asks for."""
-        return cls(
-            engine_id=engine_id,
-            numerics=config.numerics.mode,
-            profile=config.numerics.profile,
-            segments=config.numerics.segments,
-            tp_size=config.rollout.tp_size,
-            threads=config.numerics.threads,
-            max_model_len=config.rollout.max_model_len,
-            max_num_seqs=config.rollout.max_num_seqs,
-            kv_cache_mb=config.rollout.kv_cache_mb,
-            prefix_caching=config.rollout.prefix_caching,
-        )
 
 
 class RolloutEngine:
@@ -96,19 +57,20 @@ class RolloutEngine:
         self._contract: ModelContract | None = None
         if options.numerics == "strict":
             self._contract = model_contract(options.profile, segments=options.segments)
-        _check_split(self._config, options)
-        _check_tensors(self._config, model)
+        check_split(self._config, options)
+        check_tensors(self._config, model)
         self._digest = weight_digest(model)
         self._llm = _start(model, options)
         if self._contract is not None:
-            for evidence in self.evidence():
-                evidence.refuse_foreign()
-            self._confirm(self._digest)
-            self._prove(model, self._contract)
+            try:
+                self._prove(model, self._contract)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def weight_digest(self) -> str:
-        """Digest of the weights that the engine computes with."""
+        """Digest of the weights that the engine computes with; empty after a load that failed half-way."""
         return self._digest
 
     def facts(self) -> EngineFacts:
@@ -135,8 +97,8 @@ class RolloutEngine:
         """
         if DecoderConfig.read(folder) != self._config:
             raise ModelError(f"{folder} holds another model than the engine was built for: its config.json differs")
-        _check_tensors(self._config, folder)
-        digest = weight_digest(folder)
+        check_tensors(self._config, folder)
+        digest, self._digest = weight_digest(folder), ""
         self._llm.collective_rpc("replace_weights", args=(str(folder),))
         if not self._llm.reset_prefix_cache():
             raise EvidenceError("vLLM kept its prefix cache across a weight update: requests are still running")
@@ -157,6 +119,8 @@ class RolloutEngine:
         A temperature of 0 is greedy, with logprobs at temperature 1. ShapeError for a prompt that is empty, too long
         for the context, or has ids outside the vocabulary.
         """
+        if not self._digest:
+            raise WeightDigestError(f"{self._options.engine_id} holds no confirmed weights; its last load failed")
         for i, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
             self._check_prompt(i, prompt, how)
         if not prompts:
@@ -181,7 +145,7 @@ class RolloutEngine:
         """What served each op on every rank since the engine was proven; empty for a native engine."""
         if self._contract is None:
             return []
-        return [_evidence(fields) for fields in self._llm.collective_rpc("evidence")]
+        return [Evidence.of(fields) for fields in self._llm.collective_rpc("evidence")]
 
     def close(self) -> None:
         """Stop vLLM and whatever processes it started."""
@@ -210,12 +174,17 @@ class RolloutEngine:
 
     def _confirm(self, digest: str) -> None:
         """Compare the weights in memory with the folder's digest."""
-        found = self._llm.collective_rpc("confirm_weights")[0]
+        name, (found, fault) = self._options.engine_id, self._llm.collective_rpc("confirm_weights")[0]
+        if fault:
+            raise WeightDigestError(f"{name}: {fault}")
         if found != digest:
-            raise WeightDigestError(f"{self._options.engine_id} holds weights with digest {found}, loaded was {digest}")
+            raise WeightDigestError(f"{name} holds weights with digest {found}, loaded was {digest}")
 
     def _prove(self, model: Path, contract: ModelContract) -> None:
         """Generate a little; every op must have been ours, as often as the model implies, with the reference's bits."""
+        for evidence in self.evidence():
+            evidence.refuse_foreign()
+        self._confirm(self._digest)
         self._llm.collective_rpc("reset_evidence")
         prompt = tuple(i * 7 % self._config.vocab for i in range(1, _WARM_UP_PROMPT + 1))
         response = self.generate([prompt], [Sampling(1.0, seed=0, max_new_tokens=_WARM_UP_TOKENS)])[0]
@@ -234,37 +203,11 @@ class RolloutEngine:
         self._llm.collective_rpc("reset_evidence")
 
 
-def _check_split(config: DecoderConfig, options: EngineOptions) -> None:
-    tp_size = options.tp_size
-    for name, count in (("attention heads", config.heads), ("kv heads", config.kv_heads)):
-        if count % tp_size:
-            raise ModelError(f"rollout tp_size {tp_size} does not divide the model's {count} {name}")
-    if options.numerics == "native":
-        return
-    if options.segments % tp_size:
-        raise ModelError(f"rollout tp_size {tp_size} does not divide segments {options.segments}")
-    for name, width in (("attention width", config.heads * config.head_dim), ("MLP width", config.intermediate)):
-        if width % options.segments:
-            raise ModelError(f"segments {options.segments} does not divide the model's {name} {width}")
-
-
-def _check_tensors(config: DecoderConfig, folder: Path) -> None:
-    tensors = map_weights(folder)
-    for name, shape in expected_tensors(config):
-        if name not in tensors:
-            raise ModelError(f"{folder}: tensor {name!r} is missing")
-        dtype, array = tensors[name]
-        if dtype != "BF16" or array.shape != shape:
-            raise ModelError(f"{folder}: tensor {name!r} is {dtype}{list(array.shape)}, expected BF16{list(shape)}")
-    if config.tied and "lm_head.weight" in tensors:
-        raise ModelError(f"{folder}: 'lm_head.weight' must not be there, since tie_word_embeddings is true")
-
-
 def _start(model: Path, options: EngineOptions) -> Any:
     separate = options.own_process or options.tp_size > 1
     environment = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0"}
     if separate:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = _thread_binding(options)
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(options)
     arguments = strict_vllm.native_engine_arguments()
     with _variables(environment):
         from vllm import LLM, envs  # noqa: PLC0415 (reads the environment)
@@ -323,22 +266,6 @@ def _generated(output: Any) -> Generated:
         logprobs=np.array([output.logprobs.logprobs[i] for i in output.logprobs.start_indices], np.float32),
         finish_reason=output.finish_reason,
     )
-
-
-def _evidence(fields: dict[str, Any]) -> Evidence:
-    evidence = Evidence(**fields)
-    ops = tuple(OpEvidence(**op) for op in fields["ops"])
-    return replace(evidence, ops=ops, foreign=tuple(fields["foreign"]))
-
-
-def _thread_binding(options: EngineOptions) -> str:
-    """Cores of each rank in vLLM's notation; ranks share cores where there are too few."""
-    cores = sorted(os.sched_getaffinity(0))
-    ranks = []
-    for rank in range(options.tp_size):
-        own = [cores[(rank * options.threads + i) % len(cores)] for i in range(options.threads)]
-        ranks.append(",".join(str(core) for core in dict.fromkeys(own)))
-    return "|".join(ranks)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from vllm.distributed import get_tp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rl_kernel.contracts import model_contract
-from rl_kernel.errors import PlanError
+from rl_kernel.errors import PlanError, WeightDigestError
 from rl_kernel.integrations.evidence import CountingPlan
 from rl_kernel.integrations.vllm.hooks import strict_layers
 from rl_kernel.integrations.vllm.inspection import expected_calls, foreign_sites
@@ -80,10 +80,13 @@ class StrictCPUWorker(SeededCPUWorker):
         with set_current_vllm_config(self.vllm_config):
             replace_weights(self.get_model(), Path(folder))
 
-    def confirm_weights(self) -> str | None:
-        """Digest of the weights in memory; None on all ranks but 0."""
+    def confirm_weights(self) -> tuple[str | None, str | None]:
+        """(digest of the weights in memory, what is wrong with them); the digest on rank 0 only."""
         tied = bool(self.model_config.hf_config.tie_word_embeddings)
-        return memory_digest(self.get_model(), self._runtime, tied=tied)
+        try:
+            return memory_digest(self.get_model(), self._runtime, tied=tied), None
+        except WeightDigestError as error:
+            return None, str(error)
 
 
 class NativeCPUWorker(SeededCPUWorker):
@@ -97,9 +100,9 @@ class NativeCPUWorker(SeededCPUWorker):
         self.reload_weights(weights_iterator=digest_while_reading(Path(folder), seen))
         self._loaded = digest_tensors(seen, tied=bool(self.model_config.hf_config.tie_word_embeddings))
 
-    def confirm_weights(self) -> str | None:
-        """Digest of the tensors handed to vLLM's loader: its CPU linears keep no readable copy. None before that."""
-        return self._loaded if self.rank == 0 else None
+    def confirm_weights(self) -> tuple[str | None, str | None]:
+        """As the strict worker's, of the tensors handed to vLLM's loader: its CPU linears keep no readable copy."""
+        return self._loaded, None
 
 
 def check_engine(config: Any) -> None:

@@ -1,5 +1,6 @@
 """Strict vLLM gives one sequence the same bits whatever runs beside it and however it is cut; native vLLM does not."""
 
+import numpy as np
 import pytest
 
 from tests.integrations.vllm.requests import TEMPERATURE, prompts, reference_bits, run, sampling
@@ -56,6 +57,28 @@ def test_a_cached_prefix_changes_no_bit(make_engine, models, name):
 def test_the_size_of_a_cache_block_changes_no_bit(make_engine, models, block_size):
     asked = prompts(4, longest=200)
     assert run(make_engine(models["qwen3"], block_size=block_size), asked) == run(make_engine(models["qwen3"]), asked)
+
+
+def test_a_sequence_that_was_preempted_has_the_bits_of_one_that_was_not(make_engine, models):
+    """With room for a third of the tokens, vLLM drops sequences half-way and computes them again as prompts."""
+    asked = prompts(32)
+    roomy = run(make_engine(models["llama"]), asked, new_tokens=60)
+    tight = make_engine(models["llama"], kv_cache_mb=1, prefix_caching=False)
+    assert run(tight, asked, new_tokens=60) == roomy
+    steps = tight.evidence()[0].calls()["embedding.embedding"]
+    assert steps > 60, "nothing was preempted"
+
+
+def test_the_top_logprobs_are_by_contract_too(make_engine, models):
+    from vllm import SamplingParams
+
+    engine, prompt = make_engine(models["qwen3"]), prompts(1)[0]
+    asked = SamplingParams(temperature=TEMPERATURE, seed=0, max_tokens=1, logprobs=5, detokenize=False)
+    (top,) = engine._run([prompt], [asked])[0].logprobs
+    assert len(top) >= 5
+    for token, found in top.items():
+        scored = engine.score((*prompt, token), len(prompt), TEMPERATURE)
+        assert np.float32(found.logprob).tobytes() == scored.tobytes()
 
 
 def test_one_and_two_threads_give_the_same_bits(make_engine, models):

@@ -51,6 +51,18 @@ def test_one_flipped_bit_in_memory_is_not_confirmed(make_engine, models, layer):
         engine._confirm(engine.weight_digest)
 
 
+def test_an_engine_without_confirmed_weights_does_not_sample(make_engine, models, monkeypatch):
+    engine = make_engine(models["llama"])
+    monkeypatch.setattr(engine, "_confirm", lambda digest: (_ for _ in ()).throw(WeightDigestError("not those")))
+    with pytest.raises(WeightDigestError, match="not those"):
+        engine.load(models["llama-1"])
+    with pytest.raises(WeightDigestError, match="holds no confirmed weights"):
+        run(engine, prompts(1))
+    monkeypatch.undo()
+    assert engine.load(models["llama"])
+    assert run(engine, prompts(1))
+
+
 def test_weights_with_another_digest_than_announced_leave_the_old_ones_in_place(make_engine, models):
     engine, asked = make_engine(models["llama"]), prompts(3)
     before = run(engine, asked)
