@@ -64,9 +64,9 @@ class Head {
       const int64_t k0 = j * kBlock, keys = std::min<int64_t>(kBlock, n_ - k0);
       const bf16 *k_at[kBlock], *v_at[kBlock];
       for (int64_t i = 0; i < keys; ++i) k_at[i] = k.row(k0 + i), v_at[i] = v.row(k0 + i);
-      kernels().pack_rows(k_rows_, k_at, keys, kBlock, dim_);
-      kernels().pack_rows(v_rows_, v_at, keys, kBlock, dim_);
-      kernels().pack_columns(k_columns_, k_at, dim_, wide_, keys);
+      kernels().pack_rows(k_rows_, kBlock, k_at, keys, kBlock, dim_);
+      kernels().pack_rows(v_rows_, kBlock, v_at, keys, kBlock, dim_);
+      kernels().pack_columns(k_columns_, wide_, k_at, dim_, wide_, keys);
       nonfinite_ = nonfinite_head_ || std::any_of(k_at, k_at + keys, [&](const bf16* x) { return any_nonfinite(x, dim_); });
       for (int64_t i = j; i < blocks_; ++i) tile(h, i, j, keys);
     }
@@ -88,8 +88,8 @@ class Head {
       const bf16 *q_at[kBlock], *dout_at[kBlock];
       const int64_t i0 = b * kBlock, rows = std::min<int64_t>(kBlock, n_ - i0);
       for (int64_t i = 0; i < rows; ++i) q_at[i] = q.row(i0 + i), dout_at[i] = dout.row(i0 + i);
-      kernels().pack_columns(q_words_ + b * kBlock / 2 * wide_, q_at, dim_, wide_, rows);
-      kernels().pack_columns(dout_words_ + b * kBlock / 2 * wide_, dout_at, dim_, wide_, rows);
+      kernels().pack_columns(q_words_ + b * kBlock / 2 * wide_, wide_, q_at, dim_, wide_, rows);
+      kernels().pack_columns(dout_words_ + b * kBlock / 2 * wide_, wide_, dout_at, dim_, wide_, rows);
     }
   }
 

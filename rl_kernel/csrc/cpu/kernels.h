@@ -35,9 +35,9 @@ struct Kernels {
   // would cost more than it saves. The chain runs over k in [0, depth).
   void (*tile_unpacked)(int64_t rows, int vectors, int64_t depth, const float* a, int64_t row, const bf16* const* b_rows,
                         float* c, int64_t ldc, bool resume);
-  // See pack.h: one block of `width` columns, n of them present.
-  void (*pack_rows)(uint32_t* out, const bf16* const* rows, int64_t n, int64_t width, int64_t k);
-  void (*pack_columns)(uint32_t* out, const bf16* const* rows, int64_t n, int64_t width, int64_t k);
+  // See pack.h: a block of `width` columns, n of them present, whose rows of words lie ld apart.
+  void (*pack_rows)(uint32_t* out, int64_t ld, const bf16* const* rows, int64_t n, int64_t width, int64_t k);
+  void (*pack_columns)(uint32_t* out, int64_t ld, const bf16* const* rows, int64_t n, int64_t width, int64_t k);
 
   void (*widen)(float* out, const bf16* x, int64_t n);
   void (*narrow)(bf16* out, const float* x, int64_t n);           // rounds to nearest even, NaN -> 0x7fc0

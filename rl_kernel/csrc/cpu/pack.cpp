@@ -10,7 +10,7 @@ void pack_rows(uint32_t* out, const bf16* w, int64_t n, int64_t k, int64_t ldw, 
     const bf16* rows[kPanel];
     const int64_t columns = std::min<int64_t>(kPanel, n - panel * kPanel);
     for (int64_t j = 0; j < columns; ++j) rows[j] = w + (panel * kPanel + j) * ldw;
-    kernels().pack_rows(out + panel * pairs_of(k) * kPanel, rows, columns, kPanel, k);
+    kernels().pack_rows(out + panel * pairs_of(k) * kPanel, kPanel, rows, columns, kPanel, k);
   });
 }
 
@@ -23,7 +23,7 @@ void pack_columns(uint32_t* out, const bf16* w, int64_t n, int64_t k, int64_t ld
     for (int64_t panel = 0; panel < panels_of(n); ++panel) {
       const bf16* rows[step * 2];
       for (int64_t i = k0; i < k1; ++i) rows[i - k0] = w + i * ldw + panel * kPanel;
-      kernels().pack_columns(out + (panel * pairs + k0 / 2) * kPanel, rows, std::min<int64_t>(kPanel, n - panel * kPanel),
+      kernels().pack_columns(out + (panel * pairs + k0 / 2) * kPanel, kPanel, rows, std::min<int64_t>(kPanel, n - panel * kPanel),
                          kPanel, k1 - k0);
     }
   });
