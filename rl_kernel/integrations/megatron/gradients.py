@@ -15,7 +15,7 @@ def zero_main_grads(model: torch.nn.Module) -> None:
     """Set every main gradient to +0, making it where there is none yet."""
     for parameter in model.parameters():
         if getattr(parameter, "main_grad", None) is None:
-            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
         else:
             parameter.main_grad.zero_()
 
@@ -24,9 +24,9 @@ def clear_gradients(model: torch.nn.Module) -> None:
     """Make a strict model ready for a step: main gradients of +0, and nothing kept from before."""
     zero_main_grads(model)
     for norm in _norms(model):
-        weight = norm.weight
+        grad = norm.weight.main_grad
         # A norm of the whole row writes into its main gradient; one of heads keeps one row a head.
-        weight.head_grads = weight.main_grad.view(1, -1) if norm.heads == 0 else torch.zeros(norm.heads, len(weight))
+        norm.weight.head_grads = grad.new_zeros(norm.heads, len(grad)) if norm.heads else grad.view(1, -1)
     for embedding in _embeddings(model):
         embedding.weight.embedding_grads = []
 

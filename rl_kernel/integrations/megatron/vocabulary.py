@@ -44,7 +44,7 @@ class _Embedding(Function):
             rows: Tensor = ops.embedding(ids, weight)
             return rows
         mine = (ctx.ids >= 0) & (ctx.ids < weight.shape[0])
-        partial = torch.zeros(ids.shape[0], weight.shape[1], dtype=torch.float32)
+        partial = torch.zeros(ids.shape[0], weight.shape[1], dtype=torch.float32, device=weight.device)
         partial[mine] = ops.embedding(ctx.ids[mine], weight).float()
         rows = ops.tree_all_reduce(partial, ops.tp.group, torch.bfloat16)
         return rows
@@ -84,6 +84,6 @@ class _LinearLogp(Function):
     @staticmethod
     def backward(ctx: Any, dlogp: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         h, weight, rows, targets, lse = ctx.saved_tensors
-        d_hidden = torch.zeros(ctx.shape, dtype=h.dtype)
+        d_hidden = torch.zeros(ctx.shape, dtype=h.dtype, device=h.device)
         d_hidden[rows] = ctx.logp.backward(dlogp.contiguous(), h, weight, targets, lse, ctx.temperature, ctx.main_grad)
         return d_hidden, None, None, None, None, None
