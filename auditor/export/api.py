@@ -1,6 +1,7 @@
 """The read API: runs, steps, samples, health, metrics. Nothing here writes."""
 
 import hmac
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Final
@@ -25,6 +26,7 @@ _STATUS: Final[dict[type[AuditorError], HTTPStatus]] = {
     AuthError: HTTPStatus.UNAUTHORIZED,
     LedgerError: HTTPStatus.SERVICE_UNAVAILABLE,
 }
+log = logging.getLogger(__name__)
 _OPEN: Final = ("/healthz", "/readyz")  # and the page's own files, which hold no data
 _MAX_STEP: Final = 2**53
 _PROBLEM: Final = "application/problem+json"
@@ -159,12 +161,12 @@ def _add_token(app: FastAPI, token: Callable[[], str | None]) -> None:
     @app.middleware("http")
     async def check(request: Request, call: Call) -> Response:
         expected = token()
-        given = request.headers.get("authorization", "")
+        given = request.headers.get("authorization", "").encode()
         if (
             expected is None
             or request.url.path in _OPEN
             or is_page(request.url.path)
-            or hmac.compare_digest(given, f"Bearer {expected}")
+            or hmac.compare_digest(given, f"Bearer {expected}".encode())
         ):
             return await call(request)
         return _problem(HTTPStatus.UNAUTHORIZED, "unauthenticated", "send the header `Authorization: Bearer TOKEN`")
@@ -182,6 +184,11 @@ def _add_errors(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         detail = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return _problem(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid_request", detail)
+
+    @app.exception_handler(Exception)
+    def unexpected(_: Request, error: Exception) -> Response:
+        log.error("a request failed", exc_info=error)
+        return _problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", "the auditor failed on this; its log says how")
 
     @app.exception_handler(HTTPException)
     def http(_: Request, error: Exception) -> Response:

@@ -112,6 +112,10 @@ def test_without_the_token_nothing_is_taken_or_shown(tmp_path: Path) -> None:
         with pytest.raises(urllib.error.HTTPError) as denied:
             auditor.get("/api/v1/runs")
         assert denied.value.code == 401
+        odd = urllib.request.Request(f"http://{auditor.http}/api/v1/runs", headers={"Authorization": "Bearer \xe9"})
+        with pytest.raises(urllib.error.HTTPError) as denied:
+            urllib.request.urlopen(odd, timeout=5)
+        assert denied.value.code == 401
         assert denied.value.headers["content-type"] == "application/problem+json"
         with AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s", token="s3cret") as client:
             client.submit_rollout(pair()[0])
