@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_kernel.errors import ShapeError
+from rl_kernel.ops import huge_pages
 from rl_kernel.ops.tensors import BF16, check, extension, threads
 
 
@@ -32,14 +33,14 @@ class PackedWeight:
 
 
 def pack(w: torch.Tensor, out: PackedWeight | None = None) -> PackedWeight:
-    """Pack w[N,K] bf16; into `out`, where given, so that a weight update needs no new memory.
+    """Pack w[N,K] bf16, to stay; into `out`, where given, so that a weight update needs no new memory.
 
     ShapeError if w is not contiguous bf16 [N,K] or `out` has another shape.
     """
     check("pack", "w", w, BF16, (None, None))
     n, k = w.shape
     if out is None:
-        out = PackedWeight(torch.empty(extension.packed_words(n, k), dtype=torch.int32), n, k)
+        out = PackedWeight(huge_pages.empty(extension.packed_words(n, k)), n, k)
     elif out.shape != (n, k):
         raise ShapeError(f"pack: out holds a weight of shape {list(out.shape)}; w has {[n, k]}")
     extension.pack(out.words.data_ptr(), w.data_ptr(), n, k, k, threads())

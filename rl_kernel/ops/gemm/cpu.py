@@ -16,13 +16,16 @@ def gemm(
 
     ShapeError if K differs or `segments` does not divide it.
     """
-    if type(w) is not PackedWeight:
+    if isinstance(w, PackedWeight):
+        n, k, words = w.n, w.k, w.words
+    else:
         check("gemm", "w", w, BF16, (None, None))
-        w = pack(w)
-    n, k = w.n, w.k
+        n, k = w.shape
+        words = torch.empty(extension.packed_words(n, k), dtype=torch.int32)
+        extension.pack(words.data_ptr(), w.data_ptr(), n, k, k, threads())
     lda = check_rows("gemm", "x", x, (None, k))
     out = _output("gemm", x.shape[0], n, out_dtype, k, segments)
-    _multiply(out, x, lda, False, w.words, k, segments, False)
+    _multiply(out, x, lda, False, words, k, segments, False)
     return out
 
 
