@@ -108,7 +108,15 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     command = ["env", *(f"{key}={environment[key]}" for key in environment if key not in os.environ or key == "PATH")]
     with running(folder, {"head": [*command, *script]}) as check:
         wait_for_jobs_api(environment["RAY_ADDRESS"], check)
-        yield Head(environment["RAY_ADDRESS"], folder, environment)
+        head = Head(environment["RAY_ADDRESS"], folder, environment)
+        # The API answers before the node's agent, which starts the jobs, has come.
+        for _ in range(30):
+            tried = head.run("job", "submit", "--", "true")
+            if tried.returncode == 0:
+                break
+            assert "No available agent" in tried.stdout + tried.stderr, tried.stderr
+            time.sleep(2)
+        yield head
 
 
 def wait_for_jobs_api(url: str, check: Callable[[], None]) -> None:

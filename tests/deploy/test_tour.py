@@ -1,0 +1,33 @@
+"""`make tour`, as a person takes it: a real job whose sync fails, a real page, pictures, and the cause by name."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.browser import needs_chromium
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_chromium
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is missing: make ops-tools")
+def test_the_tour_ends_with_a_page_pictures_and_the_cause(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deploy.tour.main", "--out", str(tmp_path), "--steps", "13"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = tmp_path.iterdir()
+    pictures = {path.name for path in folder.glob("*.png") if path.stat().st_size > 10_000}
+    dashboards = {"dashboard-auditor.png", "dashboard-drift.png", "dashboard-rl_job.png"}
+    assert pictures == dashboards | {"page-runs.png", "page-run.png", "page-sample.png"}
+    assert "FIRING MismatchedTokens (critical)" in (folder / "alert.txt").read_text()
+    assert "stale_weights" in done.stdout
+    rang = re.search(r"([\d.]+) s  from there until the pager rang", done.stdout)
+    assert rang is not None
+    assert float(rang[1]) < 15
