@@ -15,15 +15,15 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt
 	@command -v c++ > /dev/null || { echo "set-up: no C++ compiler; install one (Debian: apt-get install g++)"; exit 1; }
 	@echo "set-up 1/3: $(VENV) and build tools"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install -q $(BUILD_TOOLS)
+	@$(PIP) install -qq $(BUILD_TOOLS)
 	@echo "set-up 2/3: torch, vLLM, Megatron-core, Ray (3.5 GB, about two minutes) and the C++ parts"
-	@mkdir -p build && flock build/.lock $(PIP) install -q --no-build-isolation -e '.[cpu,auditor,dev,ops]'
+	@mkdir -p build && flock build/.lock $(PIP) install -qq --no-build-isolation -e '.[cpu,auditor,dev,ops]'
 	@echo "set-up 3/3: removing vLLM's unused image and audio packages"
-	@$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	@$(PIP) uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
 build: setup
-	@mkdir -p build && flock build/.lock $(PIP) install -q --no-build-isolation --no-deps -e .
+	@mkdir -p build && flock build/.lock $(PIP) install -qq --no-build-isolation --no-deps -e .
 
 model: setup
 	@$(BIN)/python -m services.models
