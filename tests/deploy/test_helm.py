@@ -149,11 +149,22 @@ def test_with_postgresql_the_password_is_in_no_configmap_and_the_ledger_in_no_cl
     assert "tcpSocket" in container["readinessProbe"]
 
 
-def test_a_job_beside_an_auditor_with_certificates_is_refused_for_its_client_has_none() -> None:
+def test_a_job_beside_an_auditor_with_certificates_needs_its_authority_and_speaks_https() -> None:
     shape = str(CHART / "shapes/rayjob-cuda.yaml")
-    done = helm(HELMS[-1], "template", "rl", str(CHART), "-f", shape, "--set", "auditor.tls.existingSecret=x")
-    assert done.returncode != 0
-    assert "speaks no TLS" in done.stderr
+    settings = ["auditor.tls.existingSecret=x", "auditor.tls.clientCertificates=true", "job.tls.existingSecret=y"]
+    for given, complaint in ((1, "job.tls.existingSecret"), (3, "job.tls.clientCertificate")):
+        flags = [word for setting in settings[:given] for word in ("--set", setting)]
+        done = helm(HELMS[-1], "template", "rl", str(CHART), "-f", shape, *flags)
+        assert done.returncode != 0
+        assert complaint in done.stderr
+    flags = [word for setting in (*settings, "job.tls.clientCertificate=true") for word in ("--set", setting)]
+    texts = [
+        d["data"]["job.yaml"] for d in rendered(HELMS[-1], "rayjob-cuda", *flags) if "job.yaml" in d.get("data", {})
+    ]
+    auditor = build_config(yaml.safe_load(texts[0]), source="chart").auditor
+    assert auditor.http.startswith("https://")
+    assert auditor.tls_ca == "/run/secrets/auditor-tls/ca.crt"
+    assert auditor.tls_key == "/run/secrets/auditor-tls/tls.key"
 
 
 @pytest.mark.parametrize(("shape", "resource"), [("rayjob-cuda", "nvidia.com/gpu"), ("rayjob-rocm", "amd.com/gpu")])

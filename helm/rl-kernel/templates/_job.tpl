@@ -6,15 +6,26 @@
 {{- define "rlk.jobConfig" -}}
 {{- $own := dict }}
 {{- if .Values.auditor.enabled }}
-{{- if .Values.auditor.tls.existingSecret }}
-{{- fail "auditor.tls and job.kind: the job's client speaks no TLS; install the auditor without TLS beside it, or keep the two in one trusted network" }}
+{{- if and .Values.auditor.tls.existingSecret (not .Values.job.tls.existingSecret) }}
+{{- fail "the auditor has certificates (auditor.tls): name a Secret with its authority in job.tls.existingSecret" }}
+{{- end }}
+{{- if and .Values.auditor.tls.clientCertificates (not .Values.job.tls.clientCertificate) }}
+{{- fail "the auditor demands certificates (auditor.tls.clientCertificates): set job.tls.clientCertificate" }}
 {{- end }}
 {{- $host := printf "%s.%s.svc" (include "rlk.auditor" .) .Release.Namespace }}
-{{- $auditor := dict "grpc" (printf "%s:%v" $host .Values.auditor.service.grpcPort) "http" (printf "http://%s:%v" $host .Values.auditor.service.httpPort) }}
+{{- $auditor := dict "grpc" (printf "%s:%v" $host .Values.auditor.service.grpcPort) "http" (printf "%s://%s:%v" (.Values.auditor.tls.existingSecret | empty | ternary "http" "https") $host .Values.auditor.service.httpPort) }}
 {{- if .Values.auditor.token.existingSecret }}
 {{- $_ := set $auditor "token_file" (printf "/run/secrets/auditor/%s" .Values.auditor.token.key) }}
 {{- end }}
 {{- $_ := set $own "auditor" $auditor }}
+{{- end }}
+{{- if .Values.job.tls.existingSecret }}
+{{- $tls := dict "tls_ca" "/run/secrets/auditor-tls/ca.crt" }}
+{{- if .Values.job.tls.clientCertificate }}
+{{- $_ := set $tls "tls_certificate" "/run/secrets/auditor-tls/tls.crt" }}
+{{- $_ := set $tls "tls_key" "/run/secrets/auditor-tls/tls.key" }}
+{{- end }}
+{{- $_ := set $own "auditor" (merge ($own.auditor | default dict) $tls) }}
 {{- end }}
 {{- if .Values.weights.existingClaim }}{{- $_ := set $own "weights" (dict "directory" "/weights") }}{{- end }}
 {{- $_ := set $own "run" (dict "directory" "/runs") }}
@@ -91,6 +102,9 @@ spec:
         {{- if .root.Values.auditor.token.existingSecret }}
         - {name: auditor-token, mountPath: /run/secrets/auditor, readOnly: true}
         {{- end }}
+        {{- if $job.tls.existingSecret }}
+        - {name: auditor-tls, mountPath: /run/secrets/auditor-tls, readOnly: true}
+        {{- end }}
         {{- if .root.Values.weights.existingClaim }}
         - {name: weights, mountPath: /weights}
         {{- end }}
@@ -111,6 +125,12 @@ spec:
         sizeLimit: {{ $job.workers.sharedMemory | quote }}
     {{- with .root.Values.auditor.token.existingSecret }}
     - name: auditor-token
+      secret:
+        secretName: {{ . | quote }}
+        defaultMode: 0440
+    {{- end }}
+    {{- with $job.tls.existingSecret }}
+    - name: auditor-tls
       secret:
         secretName: {{ . | quote }}
         defaultMode: 0440
