@@ -146,14 +146,12 @@ def _logp() -> Iterator[Kernel]:
     yield _kernel(
         _LOGP,
         "vocab_stats_kernel",
-        "*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32 i32 i32",
+        "*fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32",
         4,
         exp2=True,
         ROWS=16,
-        HEATED=True,
     )
     yield _kernel(_LOGP, "merge_few_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32 i32", 8, exp2=True, WIDTH=4096, UNROLL=64)
-    yield _kernel(_LOGP, "take_target_kernel", "*fp32 *fp32 *i64 *fp32 i32 i32 i32 i32", 4, BLOCK=128)
     yield _kernel(_LOGP, "gather_logp_kernel", "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 1, BLOCK=128)
 
 

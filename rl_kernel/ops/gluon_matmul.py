@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -27,7 +26,7 @@ STAGES = {1: 4, 2: 4, 4: 4, 8: 3}  # by segments, as many as shared memory holds
 
 
 @gluon.jit
-def _origin(tile, m, n, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+def origin(tile, m, n, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
     """First row and column of a tile; GROUP tiles of rows share the columns that the L2 holds."""
     tiles_m, tiles_n = gl.cdiv(m, BM), gl.cdiv(n, BN)
     band = GROUP * tiles_n
@@ -37,14 +36,15 @@ def _origin(tile, m, n, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr)
 
 
 @gluon.jit
-def _copy(
+def copy_tiles(
     a, b, a_buffers, b_buffers, full, empty, m, n, steps,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ROWS_OF_B: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
+    """The copying warp: the tiles of this program, `steps` steps of BK each, through STAGES buffers."""
     count = 0
     for tile in range(gl.program_id(0), gl.cdiv(m, BM) * gl.cdiv(n, BN), gl.num_programs(0)):
-        row, column = _origin(tile, m, n, BM, BN, GROUP)
+        row, column = origin(tile, m, n, BM, BN, GROUP)
         for step in range(steps):
             slot, turn = count % STAGES, count // STAGES
             mbarrier.wait(empty.index(slot), (turn & 1) ^ 1)
@@ -98,7 +98,7 @@ def _multiply(
                 spare.index(2 + HALF).store(acc)
             if segment == 7:
                 acc = spare.index(2 + HALF).load(layout) + acc
-        row, column = _origin(tile, m, n, BM, BN, GROUP)
+        row, column = origin(tile, m, n, BM, BN, GROUP)
         i = row + HALF * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))
         j = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
         at = y + i.to(gl.int64)[:, None] * n + j[None, :]
@@ -131,7 +131,7 @@ def gemm_tree_kernel(
                          0, SEGMENTS, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
             (_multiply, (y, a_buffers, b_buffers, spare, full, empty, m, n, steps,
                          1, SEGMENTS, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
-            (_copy, (a, b, a_buffers, b_buffers, full, empty, m, n, steps, BM, BN, BK, STAGES, GROUP, ROWS_OF_B)),
+            (copy_tiles, (a, b, a_buffers, b_buffers, full, empty, m, n, steps, BM, BN, BK, STAGES, GROUP, ROWS_OF_B)),
         ],
         [4, 1],
         [232, 24],

@@ -107,7 +107,7 @@ class Launch:
 def launch_for(m: int, n: int, length: int, segments: int) -> Launch:
     """The static launch table: a function of the shape alone."""
     if m <= 16:
-        return Launch(16, 32, 512, 4, 3) if n <= 4096 and length % 512 == 0 else Launch(16, 64, 128, 4, 5)
+        return Launch(16, 32, 256, 4, 5 if n <= 4096 else 4) if length % 256 == 0 else Launch(16, 32, 128, 4, 6)
     if m <= 32:
         return Launch(32, 32, 128, 4, 5)
     if m <= 64:

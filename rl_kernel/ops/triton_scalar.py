@@ -90,10 +90,12 @@ def ln(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tree(x, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x[R, 2^LEVELS] → [R]: the neighbour-pair tree, spelled out (`tl.sum` has an order of its own)."""
-    for _ in tl.static_range(LEVELS):
-        left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        x = left + right
+    """x[R, 2^LEVELS] → [R]: the neighbour-pair tree, a sum of two at a time.
+
+    Over more than two `tl.sum` has an order of its own; over two there is but one.
+    """
+    for level in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
     return tl.reshape(x, (x.shape[0],))
 
 

@@ -1,7 +1,7 @@
-"""Attention forward on Hopper, warp-specialised: one warp copies, two warpgroups hold 64 queries each and never meet.
+"""Attention forward on Hopper, warp-specialised: one warp copies, three warpgroups hold 64 queries each and never meet.
 
 The bits are those of `triton_kernel`: the same blocks, partials and chains. What differs is time: the scores of the next
-block are computed while the exponentials of this one are, and each warpgroup works while the other waits. Programs stay
+block are computed while the exponentials of this one are, and each warpgroup works while the others wait. Programs stay
 and walk the tiles, longest first. R sequences, H query heads, G kv heads, D head_dim.
 """
 
@@ -25,8 +25,9 @@ from rl_kernel.ops.gluon_scalar import canonical, narrow
 HEAD_DIMS = (64, 128)
 STAGES = {64: 4, 128: 3}  # blocks of keys and of values in flight, as many as shared memory holds
 
-ROWS = gl.constexpr(128)  # queries of a tile
-HALF_ROWS = gl.constexpr(64)  # queries of a warpgroup
+GROUPS = gl.constexpr(3)  # warpgroups that attend
+GROUP_ROWS = gl.constexpr(64)  # queries of a warpgroup
+ROWS = gl.constexpr(192)  # queries of a tile
 BLOCK = gl.constexpr(64)
 ONES = gl.constexpr(16)
 NEG_INF = gl.constexpr(float("-inf"))
@@ -47,7 +48,7 @@ def _tile(cu_q, cu_k, sequences, tile, WIDTH: gl.constexpr, WARPS: gl.constexpr)
 
 @gluon.jit
 def _copy(
-    q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    q, k, v, q_buffers, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     cu_q, cu_k, sequences, tiles,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
@@ -58,7 +59,9 @@ def _copy(
         if first < length:
             mbarrier.wait(q_empty, (turn & 1) ^ 1)
             mbarrier.expect(q_full, ROWS * D * 2)
-            tma.async_copy_global_to_shared(q, [start + first, head * D], q_full, q_buffer)
+            for group in gl.static_range(GROUPS):
+                row = start + first + group * GROUP_ROWS
+                tma.async_copy_global_to_shared(q, [row, head * D], q_full, q_buffers.index(group))
             turn += 1
             column = head // (HEADS // KV_HEADS) * D
             for block in range(gl.cdiv(min(keys, keys - length + first + ROWS), BLOCK)):
@@ -84,6 +87,12 @@ def _merge(m1, l1, acc1, m2, l2, acc2, S: gl.constexpr, L: gl.constexpr, O: gl.c
 
 
 @gluon.jit
+def _held(at, closed):  # type: ignore[no-untyped-def]
+    """The sums of the partials that are closed, which each thread keeps in the L2 for itself; 0 before the first."""
+    return gl.load(at, mask=gl.full(at.shape, 0, gl.int32, at.type.layout) < closed, other=0.0)
+
+
+@gluon.jit
 def _rows(x, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """One value a row, to be broadcast along the columns of LAYOUT."""
     return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -105,33 +114,40 @@ def _softmax(s, m, scale, opens, seen, MASKED: gl.constexpr):  # type: ignore[no
 
 
 @gluon.jit
-def _values_that_are_not_finite(acc, p, seen, weights, values, scratch, O: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    """acc plus p times the values of a masked block of which some are infinite or NaN; see triton_kernel.not_finite."""
-    wide = values.to(gl.float32)
-    odd = (wide - wide) != 0.0
-    code = gl.where(wide == float("inf"), 1.0, gl.where(wide == NEG_INF, 256.0, gl.where(odd, 65536.0, 0.0)))
+def _with_values_that_are_not_finite(
+    acc, p, seen, weights, v_buffer, scratch, parked_at, O: gl.constexpr, P: gl.constexpr, V: gl.constexpr
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """acc plus p times the values of a masked block of which some are infinite or NaN; see triton_kernel.not_finite.
+
+    acc waits in the L2 meanwhile, since the registers do not hold it and the counts.
+    """
+    gl.store(parked_at, acc)
     some = gl.convert_layout(gl.where(seen & (p > 0.0), 1.0, 0.0).to(gl.bfloat16), P)
     none = gl.convert_layout(gl.where(seen & (p == 0.0), 1.0, 0.0).to(gl.bfloat16), P)
-    count = gl.zeros(acc.shape, gl.float32, O)
+    wide = v_buffer.load(V).to(gl.float32)
+    odd = (wide - wide) != 0.0
+    code = gl.where(wide == float("inf"), 1.0, gl.where(wide == NEG_INF, 256.0, gl.where(odd, 65536.0, 0.0)))
     scratch.store(code.to(gl.bfloat16))
     fence_async_shared()
-    count = warpgroup_mma(some, scratch, count)
-    scratch.store(gl.where(odd, 65536.0, 0.0).to(gl.bfloat16))
+    count = warpgroup_mma(some, scratch, gl.zeros(acc.shape, gl.float32, O))
+    wide = v_buffer.load(V).to(gl.float32)
+    scratch.store(gl.where((wide - wide) != 0.0, 65536.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     count = warpgroup_mma(none, scratch, count).to(gl.int32)
     plus, minus = (count & 255) > 0, ((count >> 8) & 255) > 0
     infinite = gl.where(plus, float("inf"), gl.where(minus, NEG_INF, 0.0))
-    acc += gl.where((count > 65535) | (plus & minus), float("nan"), infinite)
-    scratch.store(gl.where(odd, 0.0, wide).to(gl.bfloat16))
+    infinite = gl.where((count > 65535) | (plus & minus), float("nan"), infinite)
+    wide = v_buffer.load(V).to(gl.float32)
+    scratch.store(gl.where((wide - wide) != 0.0, 0.0, wide).to(gl.bfloat16))
     fence_async_shared()
-    return warpgroup_mma(weights, scratch, acc)
+    return warpgroup_mma(weights, scratch, gl.load(parked_at) + infinite)
 
 
 @gluon.jit
 def _attend(
-    out, m_out, l_out, q_buffer, k_buffers, v_buffers, ones, merged, scratch,
+    out, m_out, l_out, q_buffers, k_buffers, v_buffers, ones, merged, scratch,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
-    HALF: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -141,24 +157,27 @@ def _attend(
     PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L, k_width=2)
     V: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     per_partial: gl.constexpr = PARTIAL // BLOCK
-    queries = q_buffer.slice(HALF * HALF_ROWS, HALF_ROWS)
-    empty_scores = gl.zeros((HALF_ROWS, BLOCK), gl.float32, S)
+    queries = q_buffers.index(GROUP)
+    merged += (gl.program_id(0) * GROUPS + GROUP) * GROUP_ROWS * D
+    merged_at = merged + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, O))[:, None] * D
+    merged_at += gl.arange(0, D, gl.SliceLayout(0, O))[None, :]
+    empty_scores = gl.zeros((GROUP_ROWS, BLOCK), gl.float32, S)
     count, turn = 0, 0
     for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
         head = work % HEADS
         start, length, first, _key_start, keys = _tile(cu_q, cu_k, sequences, tiles - 1 - work // HEADS, WIDTH, 4)
         if first < length:
             end = gl.cdiv(min(keys, keys - length + first + ROWS), BLOCK)
-            # This half's own last block, and the blocks that each of its rows sees in full.
-            mine = max(1, gl.cdiv(min(keys, keys - length + first + (HALF + 1) * HALF_ROWS), BLOCK))
-            full = min((keys - length + first + HALF * HALF_ROWS + 1) // BLOCK, mine)
-            row = first + HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, S))
+            # This group's own last block, and the blocks that each of its rows sees in full.
+            mine = max(1, gl.cdiv(min(keys, keys - length + first + (GROUP + 1) * GROUP_ROWS), BLOCK))
+            full = min((keys - length + first + GROUP * GROUP_ROWS + 1) // BLOCK, mine)
+            row = first + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S))
             last = keys - length + row
-            m = gl.full((HALF_ROWS,), NEG_INF, gl.float32, gl.SliceLayout(1, S))
+            m = gl.full((GROUP_ROWS,), NEG_INF, gl.float32, gl.SliceLayout(1, S))
             m_all = m
-            l_all = gl.zeros((HALF_ROWS, ONES), gl.float32, L)
-            merged.store(gl.zeros((HALF_ROWS, D), gl.float32, O))
-            acc_done, l_done = gl.zeros((HALF_ROWS, D), gl.float32, O), l_all
+            l_all = gl.zeros((GROUP_ROWS, ONES), gl.float32, L)
+            closed = 0
+            acc_done, l_done = gl.zeros((GROUP_ROWS, D), gl.float32, O), l_all
             mbarrier.wait(q_full, turn & 1)
             if full > 0:
                 mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1)
@@ -189,10 +208,12 @@ def _attend(
                     acc_done, l_done, _o, _l, weights = warpgroup_mma_wait(0, (acc, l, weights_o, weights_l, ready))
                     mbarrier.arrive(v_empty.index(slot))
                     if opens:
-                        m_all, l_all, total = _merge(m_all, l_all, merged.load(O), m, l_done, acc_done, S, L, O)
-                        merged.store(total)
-                        l_done = gl.zeros((HALF_ROWS, ONES), gl.float32, L)
-                        acc_done = gl.zeros((HALF_ROWS, D), gl.float32, O)
+                        before = _held(merged_at, closed)
+                        m_all, l_all, total = _merge(m_all, l_all, before, m, l_done, acc_done, S, L, O)
+                        gl.store(merged_at, total)
+                        closed += 1
+                        l_done = gl.zeros((GROUP_ROWS, ONES), gl.float32, L)
+                        acc_done = gl.zeros((GROUP_ROWS, D), gl.float32, O)
                     m = top
                     acc_done = acc_done * _rows(alpha, O)
                     l_done = l_done * _rows(alpha, L)
@@ -214,27 +235,31 @@ def _attend(
                 opens = block % per_partial == 0
                 p, alpha, top = _softmax(s, m, scale, opens, seen, True)
                 if opens & (block > 0):
-                    m_all, l_all, total = _merge(m_all, l_all, merged.load(O), m, l_done, acc_done, S, L, O)
-                    merged.store(total)
-                    l_done = gl.zeros((HALF_ROWS, ONES), gl.float32, L)
-                    acc_done = gl.zeros((HALF_ROWS, D), gl.float32, O)
+                    before = _held(merged_at, closed)
+                    m_all, l_all, total = _merge(m_all, l_all, before, m, l_done, acc_done, S, L, O)
+                    gl.store(merged_at, total)
+                    closed += 1
+                    l_done = gl.zeros((GROUP_ROWS, ONES), gl.float32, L)
+                    acc_done = gl.zeros((GROUP_ROWS, D), gl.float32, O)
                 m = top
                 acc_done = acc_done * _rows(alpha, O)
                 l_done = l_done * _rows(alpha, L)
                 weights = p.to(gl.bfloat16)
                 weights_o = gl.convert_layout(weights, PO)
                 mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
-                values = v_buffers.index(slot).load(V)
-                odd = (values.to(gl.int16, bitcast=True) & 0x7F80) == 0x7F80
+                odd = (v_buffers.index(slot).load(V).to(gl.int16, bitcast=True) & 0x7F80) == 0x7F80
                 if gl.max(gl.max(odd.to(gl.int32), 1), 0) > 0:
-                    acc_done = _values_that_are_not_finite(acc_done, p, seen, weights_o, values, scratch, O, PO)
+                    parked_at = merged_at + gl.num_programs(0) * GROUPS * GROUP_ROWS * D
+                    acc_done = _with_values_that_are_not_finite(
+                        acc_done, p, seen, weights_o, v_buffers.index(slot), scratch, parked_at, O, PO, V
+                    )
                 else:
                     acc_done = warpgroup_mma(weights_o, v_buffers.index(slot), acc_done)
                 l_done = warpgroup_mma(gl.convert_layout(weights, PL), ones, l_done)
                 fence_async_shared()
                 mbarrier.arrive(v_empty.index(slot))
                 count += 1
-            # Blocks that only the other half sees are handed back once they have arrived, to keep the turns in step.
+            # Blocks that only the other groups see are handed back once they have arrived, to keep the turns in step.
             for _ in range(mine, end):
                 slot = count % STAGES
                 mbarrier.wait(k_full.index(slot), (count // STAGES) & 1)
@@ -244,10 +269,11 @@ def _attend(
                 count += 1
             mbarrier.arrive(q_empty)
             turn += 1
-            m_all, l_all, total = _merge(m_all, l_all, merged.load(O), m, l_done, acc_done, S, L, O)
+            before = _held(merged_at, closed)
+            m_all, l_all, total = _merge(m_all, l_all, before, m, l_done, acc_done, S, L, O)
             row_sum = gl.max(l_all, 1)
             value = narrow(gl.div_rn(total + 0.0, _rows(row_sum, O) + gl.zeros_like(total)))
-            i = first + HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, O))
+            i = first + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, O))
             place = (start + i).to(gl.int64) * HEADS + head
             d = gl.arange(0, D, gl.SliceLayout(0, O))
             gl.store(out + place[:, None] * D + d[None, :], value, mask=(i < length)[:, None])
@@ -259,22 +285,22 @@ def _attend(
 
 @gluon.jit
 def attention_kernel(
-    out, m_out, l_out, q, k, v, cu_q, cu_k, sequences, tiles, scale,
+    out, m_out, l_out, merged, q, k, v, cu_q, cu_k, sequences, tiles, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """out[T,H,D], m and l[T,H]; q, k, v: descriptors of [T,H*D] and [T',G*D]. tiles: no fewer than there are."""
-    q_buffer = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], q.layout)
+    """out[T,H,D], m and l[T,H]; q, k, v: descriptors of [T,H*D] and [T',G*D]. tiles: no fewer than there are.
+
+    merged: fp32, 2*GROUPS*64*D a program, for the sums of the partials that are closed and for one more block.
+    """
+    q_buffers = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, GROUP_ROWS, D], q.layout)
     k_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], k.layout)
     v_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], v.layout)
     ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ONES, BLOCK], gl.bfloat16)
     writer: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(gl.bfloat16, [ONES, BLOCK], ones_layout)
     ones.store(gl.full((ONES, BLOCK), 1.0, gl.bfloat16, writer))
-    # Eight rows that a warp writes together fall into different banks.
-    spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    merged = gl.allocate_shared_memory(gl.float32, [2, HALF_ROWS, D], spread)
-    scratch = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, D], v.layout)
+    scratch = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, BLOCK, D], v.layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     q_full, q_empty = gl.allocate_shared_memory(gl.int64, [1], bars), gl.allocate_shared_memory(gl.int64, [1], bars)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
@@ -282,27 +308,30 @@ def attention_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
+    mbarrier.init(q_empty, count=GROUPS)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(k_empty.index(slot), count=2)
+        mbarrier.init(k_empty.index(slot), count=GROUPS)
         mbarrier.init(v_full.index(slot), count=1)
-        mbarrier.init(v_empty.index(slot), count=2)
+        mbarrier.init(v_empty.index(slot), count=GROUPS)
     fence_async_shared()
     turned = ones.permute((1, 0))
     gl.warp_specialize(
         [
-            (_attend, (out, m_out, l_out, q_buffer, k_buffers, v_buffers, turned, merged.index(0), scratch.index(0),
+            (_attend, (out, m_out, l_out, q_buffers, k_buffers, v_buffers, turned, merged, scratch.index(0),
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
                        0, HEADS, D, WIDTH, STAGES, PARTIAL)),
-            (_attend, (out, m_out, l_out, q_buffer, k_buffers, v_buffers, turned, merged.index(1), scratch.index(1),
+            (_attend, (out, m_out, l_out, q_buffers, k_buffers, v_buffers, turned, merged, scratch.index(1),
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
                        1, HEADS, D, WIDTH, STAGES, PARTIAL)),
-            (_copy, (q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_attend, (out, m_out, l_out, q_buffers, k_buffers, v_buffers, turned, merged, scratch.index(2),
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
+                       2, HEADS, D, WIDTH, STAGES, PARTIAL)),
+            (_copy, (q, k, v, q_buffers, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      cu_q, cu_k, sequences, tiles, HEADS, KV_HEADS, D, WIDTH, STAGES)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 4, 1],
+        [160, 160, 24],
     )  # fmt: skip
 
 
@@ -312,13 +341,15 @@ def attention(
 ) -> None:  # fmt: skip
     """Fill out[T,H,D], m and l[T,H] from q[T,H,D], k and v[T',G,D], whose tokens lie `strides` elements apart."""
     (tokens, heads, dim), sequences = q.shape, cu_q.shape[0] - 1
-    tiles = tokens // 128 + sequences
+    tiles = tokens // 192 + sequences
     descriptors = []
-    for x, stride, rows in zip((q, k, v), strides, (128, 64, 64), strict=True):
-        layout = gl.NVMMASharedLayout.get_default_for([rows, dim], gl.bfloat16)
-        descriptors.append(TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [stride, 1], [rows, dim], layout))
-    attention_kernel[(min(tiles * heads, multiprocessors(q.get_device())),)](
-        out, m, l, *descriptors, cu_q, cu_k, sequences, tiles, scale,
+    for x, stride in zip((q, k, v), strides, strict=True):
+        layout = gl.NVMMASharedLayout.get_default_for([64, dim], gl.bfloat16)
+        descriptors.append(TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [stride, 1], [64, dim], layout))
+    programs = min(tiles * heads, multiprocessors(q.get_device()))
+    merged = torch.empty((2, programs, 3, 64, dim), dtype=torch.float32, device=q.device)
+    attention_kernel[(programs,)](
+        out, m, l, merged, *descriptors, cu_q, cu_k, sequences, tiles, scale,
         HEADS=heads, KV_HEADS=k.shape[1], D=dim, WIDTH=triton.next_power_of_2(sequences), STAGES=STAGES[dim],
         PARTIAL=KV_PARTIAL, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

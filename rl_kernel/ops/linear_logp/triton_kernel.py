@@ -1,8 +1,7 @@
-"""Log-probabilities straight from hidden states on GPUs: the logits of a whole vocabulary are never stored.
+"""Log-probabilities straight from hidden states on GPUs: no logit is ever stored.
 
 T tokens, K features, V vocabulary rows of the weight (pads included), J ids a token. The vocabulary is walked in
-stretches: each writes the statistics of its 64-id tiles, which are then merged in ascending order. For few tokens the
-logits stay in registers; for many, those of one stretch are written by cuBLASLt and read once.
+stretches: each writes the statistics of its 64-id tiles, which are then merged in ascending order.
 """
 
 import torch
@@ -11,8 +10,8 @@ import triton.language as tl
 
 from rl_kernel.contracts.v1 import VOCAB_TILE
 from rl_kernel.errors import ShapeError
-from rl_kernel.ops import cublas_matmul
 from rl_kernel.ops.accelerator import EX2, F32, I64, PackedWeight, held, require, require_rows
+from rl_kernel.ops.linear_logp import gluon_kernel
 from rl_kernel.ops.linear_logp.triton_backward import launch_for, linear_logp_backward
 from rl_kernel.ops.triton_scalar import LOG2E, NEG_INF, canonical, exp2, ln, tree
 
@@ -26,8 +25,7 @@ __all__ = [
 ]
 
 TILE = tl.constexpr(VOCAB_TILE)
-# Tile statistics, and logits, held at once: bounds that the vocabulary does not move.
-STATS, LOGITS = 1 << 24, 1 << 26
+STATS = 1 << 24  # tile statistics held at once, a bound that the vocabulary does not move
 FEW = 512  # tokens up to which a merge is bound by its chain, not by memory
 
 
@@ -152,33 +150,18 @@ def _maximum(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def vocab_stats_kernel(
-    m, s, logits, temperature, width, vocab_start, vocab, tiles, token_stride, tile_stride,
-    ROWS: tl.constexpr, HEATED: tl.constexpr, EX2: tl.constexpr,
+    m, s, logits, temperature, width, vocab_start, vocab, tiles, ROWS: tl.constexpr, EX2: tl.constexpr
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """ROWS tiles of one token's stored logits. HEATED: some temperature is not 1."""
-    token = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """ROWS tiles of one token's stored logits."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     j = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     real = (j < width) & (vocab_start + j < vocab)
     z = tl.load(logits + token * width + j, mask=real, other=0.0)
-    if HEATED:
-        z = tl.div_rn(z, tl.load(temperature + token) + tl.zeros_like(z))
+    z = tl.div_rn(z, tl.load(temperature + token) + tl.zeros_like(z))
     top, total = tile_stats(z, real, EX2)
-    at = token * token_stride + tile.to(tl.int64) * tile_stride
-    tl.store(m + at, canonical(top), mask=tile < tiles)
-    tl.store(s + at, canonical(total), mask=tile < tiles)
-
-
-@triton.jit
-def take_target_kernel(
-    z, logits, target, temperature, tokens, width, vocab_start, vocab, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """z[T] = logit of the target / temperature, where the stored stretch of logits holds it."""
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    j = tl.load(target + token, mask=token < tokens, other=-1) - vocab_start
-    here = (token < tokens) & (j >= 0) & (j < width) & (j + vocab_start < vocab)
-    x = tl.load(logits + token.to(tl.int64) * width + j, mask=here, other=0.0)
-    tl.store(z + token, tl.div_rn(x, tl.load(temperature + token, mask=here, other=1.0)), mask=here)
+    tl.store(m + token * tiles + tile, canonical(top), mask=tile < tiles)
+    tl.store(s + token * tiles + tile, canonical(total), mask=tile < tiles)
 
 
 @triton.jit
@@ -233,15 +216,19 @@ def _stats(
     """Statistics of the rows first .. last of w into m and s, [T,tiles] if token_major, [tiles,T] if not."""
     (tokens, k), tiles = h.shape, triton.cdiv(last - first, VOCAB_TILE)
     strides = (tiles, 1) if token_major else (1, tokens)
-    logits = torch.empty((tokens, last - first) if _large(tokens) else (0, 0), dtype=F32, device=h.device)
-    rows = w[first:last].t()
-    if _large(tokens) and EX2 and cublas_matmul.serves(logits, h, rows):
-        cublas_matmul.chain_product(logits, h, rows)
-        heat = torch.full((tokens,), temperature, dtype=F32, device=h.device)
-        start = vocab_start + first
-        _stored_stats(m, s, logits, heat, start, vocab, strides, temperature != 1.0)
-        take_target_kernel[(triton.cdiv(tokens, 128),)](
-            z, logits, target, heat, tokens, last - first, start, vocab, BLOCK=128, num_warps=4, enable_fp_fusion=False
+    if EX2 and gluon_kernel.serves(h, h_stride, w):
+        gluon_kernel.linear_stats(
+            m,
+            s,
+            z,
+            h,
+            h_stride,
+            w[first:last],
+            target,
+            temperature,
+            vocab_start + first,
+            vocab - vocab_start - first,
+            strides,
         )
         return
     bm, bn, bk, warps, stages = launch_for(tokens)
@@ -268,8 +255,7 @@ def linear_logp(
     if not tokens:
         return z, lse
     running = (torch.empty_like(lse), torch.empty_like(lse))
-    most = LOGITS // VOCAB_TILE if _large(tokens) else STATS
-    stretch = max(32, most // tokens // 32 * 32) * VOCAB_TILE
+    stretch = max(32, STATS // tokens // 32 * 32) * VOCAB_TILE
     for first in range(0, rows, stretch):
         last = min(rows, first + stretch)
         m, s = torch.empty((2, triton.cdiv(last - first, VOCAB_TILE), tokens), dtype=F32, device=h.device)
@@ -301,25 +287,6 @@ def _difference(z: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return torch.where(difference == difference, difference, float("nan"))
 
 
-def _large(tokens: int) -> bool:
-    return tokens >= cublas_matmul.MIN_ROWS
-
-
-def _stored_stats(
-    m: torch.Tensor, s: torch.Tensor, logits: torch.Tensor, temperature: torch.Tensor, vocab_start: int, vocab: int,
-    strides: tuple[int, int], heated: bool,
-) -> None:  # fmt: skip
-    (tokens, width), (token_stride, tile_stride) = logits.shape, strides
-    tiles = triton.cdiv(width, VOCAB_TILE)
-    for begin in range(0, tokens, 65535):
-        count = min(tokens - begin, 65535)
-        vocab_stats_kernel[(triton.cdiv(tiles, 16), count)](
-            m.view(-1)[begin * token_stride :], s.view(-1)[begin * token_stride :], logits[begin:], temperature[begin:],
-            width, vocab_start, vocab, tiles, token_stride, tile_stride,
-            ROWS=16, HEATED=heated, EX2=EX2, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-
-
 def vocab_stats(
     logits: torch.Tensor, temperature: torch.Tensor, *, vocab_start: int, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -330,7 +297,11 @@ def vocab_stats(
     _check_start("vocab_stats", vocab_start)
     tiles = triton.cdiv(width, VOCAB_TILE)
     m, s = torch.empty((2, tokens, tiles), dtype=F32, device=logits.device)
-    _stored_stats(m, s, logits, temperature, vocab_start, vocab, (tiles, 1), True)
+    if m.numel():
+        vocab_stats_kernel[(tokens, triton.cdiv(tiles, 16))](
+            m, s, logits, temperature, width, vocab_start, vocab, tiles,
+            ROWS=16, EX2=EX2, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return m, s
 
 

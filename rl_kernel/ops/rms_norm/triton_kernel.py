@@ -75,12 +75,14 @@ def rms_norm_held_kernel(
         if RESIDUAL:
             other = tl.load(residual + at + c * LANES, mask=here, other=0.0)
             value = narrow(value.to(tl.float32) + other.to(tl.float32))
-            tl.store(new_residual + at + c * LANES, value, mask=here)
         values = values + (value,)  # noqa: RUF005  (Triton has no starred tuples)
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     for c in tl.static_range(CHUNKS):
         value = values[c].to(tl.float32)
         lanes = tl.fma(value, value, lanes)
+        if RESIDUAL:  # after all loads, since none may move before a store
+            here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
+            tl.store(new_residual + at + c * LANES, values[c], mask=here)
     r = _rstd(lanes, n, eps)[:, None]
     for c in tl.static_range(CHUNKS):
         here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
@@ -145,7 +147,9 @@ def rms_norm_dw_kernel(
 def _launch(rows: int, n: int) -> tuple[int, int, int]:
     """Chunks of 128 features, rows a program, warps: a function of the shape alone."""
     chunks = triton.cdiv(n, 128)
-    return (chunks, 4, 1) if chunks == 1 and rows > 264 else (chunks, 1, 1)
+    if rows <= 264:
+        return chunks, 1, 4 if chunks > 8 else 1
+    return (chunks, 4, 1) if chunks == 1 else (chunks, 1, 1)
 
 
 def _normalise(
