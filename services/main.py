@@ -34,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ServicesError, RlKernelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 2)
+    except OSError as error:
+        # A disk that is full or a folder that may not be written; the message has the file where there is one.
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; everything that was started has been stopped", file=sys.stderr)
         return 130

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from rl_kernel.contract import profile
+from rl_kernel.contracts import model_contract
 from rl_kernel.errors import RlKernelError
 from rl_kernel.reference.config import DecoderConfig
 from services.config import Config
@@ -15,13 +15,15 @@ _MIB = 2**20
 def check(config: Config, model: Path) -> DecoderConfig:
     """Check the config against the model folder and this machine; return the model's shape. Raises ConfigError."""
     try:
-        profile(config.numerics.profile)
+        model_contract(config.numerics.profile, segments=config.numerics.segments)
         shape = DecoderConfig.read(model)
     except RlKernelError as error:
         raise ConfigError(str(error)) from None
     strict = config.numerics.mode == "strict"
     for side, tp_size in (("rollout", config.rollout.tp_size), ("trainer", config.trainer.tp_size)):
         check_tp(f"{side}.tp_size", tp_size, shape, config.numerics.segments if strict else None)
+    if strict:
+        _check_segments(config.numerics.segments, shape)
     _check_lengths(config, shape)
     _check_auditor(config)
     _check_disk(config, model)
@@ -43,6 +45,15 @@ def check_tp(key: str, tp_size: int, shape: DecoderConfig, segments: int | None)
             f"{key} = {tp_size} does not divide numerics.segments = {segments}; "
             f"set numerics.segments to a common multiple of both tp_size"
         )
+
+
+def _check_segments(segments: int, shape: DecoderConfig) -> None:
+    for name, width in (("attention", shape.heads * shape.head_dim), ("MLP", shape.intermediate)):
+        if width % segments:
+            most = max(s for s in (1, 2, 4, 8, 16) if width % s == 0)
+            raise ConfigError(
+                f"numerics.segments = {segments} does not divide the {name} width of {width}; use {most} or less"
+            )
 
 
 def _check_lengths(config: Config, shape: DecoderConfig) -> None:

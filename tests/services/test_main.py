@@ -61,6 +61,14 @@ def test_an_auditor_that_does_not_answer_is_named_before_anything_is_started(con
     assert "the auditor at http://127.0.0.1:1 is not ready" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_is_named(config_file, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["--config", str(config_file), "--set", f"run.directory={tmp_path / 'file' / 'runs'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert str(tmp_path / "file") in error
+
+
 def test_help_lists_every_key(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
