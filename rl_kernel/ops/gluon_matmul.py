@@ -2,7 +2,7 @@
 
 One warp copies tiles through the bulk copy engine; two warpgroups, each with half of a 128×128 tile, run the chains.
 A chain that ends waits only for itself: the copies go on, and so does the other warpgroup. The lowest level of the tree
-waits in registers, the others in shared memory, so the partial sums never leave the multiprocessor.
+waits in registers, the second in shared memory, the third, which is written and read once a tile, in the L2.
 """
 
 import torch
@@ -22,7 +22,9 @@ from rl_kernel.ops.accelerator import multiprocessors
 from rl_kernel.ops.gluon_scalar import stored
 
 BM, BN, BK, GROUP = 128, 128, 64, 8
-STAGES = {1: 4, 2: 4, 4: 4, 8: 3}  # by segments, as many as shared memory holds beside the waiting sums
+STAGES = 4
+SEGMENTS = (1, 2, 4, 8)
+MIN_ROWS = 384  # below, too few tiles to fill the device
 
 
 @gluon.jit
@@ -59,12 +61,15 @@ def copy_tiles(
 
 @gluon.jit
 def _multiply(
-    y, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+    y, a_buffers, b_buffers, spare, parked, full, empty, m, n, steps,
     HALF: gl.constexpr, SEGMENTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     rows: gl.constexpr = BM // 2
+    parked += (gl.program_id(0) * 2 + HALF) * rows * BN
+    parked_at = parked + gl.arange(0, rows, gl.SliceLayout(1, layout))[:, None] * BN
+    parked_at += gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
     count = 0
     for tile in range(gl.program_id(0), gl.cdiv(m, BM) * gl.cdiv(n, BN), gl.num_programs(0)):
         s0 = gl.zeros((rows, BN), gl.float32, layout)
@@ -95,9 +100,9 @@ def _multiply(
             if segment % 4 == 3:
                 acc = spare.index(HALF).load(layout) + acc
             if segment == 3 and SEGMENTS > 4:
-                spare.index(2 + HALF).store(acc)
+                gl.store(parked_at, acc)
             if segment == 7:
-                acc = spare.index(2 + HALF).load(layout) + acc
+                acc = gl.load(parked_at) + acc
         row, column = origin(tile, m, n, BM, BN, GROUP)
         i = row + HALF * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))
         j = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
@@ -107,18 +112,20 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["m"])
 def gemm_tree_kernel(
-    y, a, b, m, n, steps,
+    y, parked, a, b, m, n, steps,
     SEGMENTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """steps: of BK summed indices, over all segments. ROWS_OF_B: b is [n,s]; otherwise [s,n]."""
+    """steps: of BK summed indices, over all segments. ROWS_OF_B: b is [n,s]; otherwise [s,n].
+
+    parked: fp32, BM*BN a program, where SEGMENTS is 8.
+    """
     a_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], a.layout)
     b_shape: gl.constexpr = [STAGES, BN, BK] if ROWS_OF_B else [STAGES, BK, BN]
     b_buffers = gl.allocate_shared_memory(gl.bfloat16, b_shape, b.layout)
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # a warp's eight rows in different banks
-    spares: gl.constexpr = 4 if SEGMENTS > 4 else 2
     spare_rows: gl.constexpr = BM // 2 if SEGMENTS > 2 else 1
-    spare = gl.allocate_shared_memory(gl.float32, [spares, spare_rows, BN], spread)
+    spare = gl.allocate_shared_memory(gl.float32, [2, spare_rows, BN], spread)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -127,9 +134,9 @@ def gemm_tree_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (y, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+            (_multiply, (y, a_buffers, b_buffers, spare, parked, full, empty, m, n, steps,
                          0, SEGMENTS, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
-            (_multiply, (y, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+            (_multiply, (y, a_buffers, b_buffers, spare, parked, full, empty, m, n, steps,
                          1, SEGMENTS, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
             (copy_tiles, (a, b, a_buffers, b_buffers, full, empty, m, n, steps, BM, BN, BK, STAGES, GROUP, ROWS_OF_B)),
         ],
@@ -144,7 +151,9 @@ def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> 
     strides = (a.stride(0), b.stride(1) if rows_of_b else b.stride(0))
     straight = a.stride(1) == 1 and (rows_of_b or b.stride(1) == 1)
     aligned = all(s % 8 == 0 for s in strides) and (a.data_ptr() | b.data_ptr()) % 16 == 0
-    return straight and aligned and segments in STAGES and a.shape[0] > 64 and a.shape[1] % (segments * BK) == 0
+    return (
+        straight and aligned and segments in SEGMENTS and a.shape[0] >= MIN_ROWS and a.shape[1] % (segments * BK) == 0
+    )
 
 
 def tree_product(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> torch.Tensor:
@@ -158,10 +167,11 @@ def tree_product(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: in
         )
         for x, block in ((a, [BM, BK]), (right, b_block))
     ]
-    tiles = triton.cdiv(m, BM) * triton.cdiv(n, BN)
-    gemm_tree_kernel[(min(tiles, multiprocessors(y.get_device())),)](
-        y, *descriptors, m, n, total // BK,
-        SEGMENTS=segments, BM=BM, BN=BN, BK=BK, STAGES=STAGES[segments], GROUP=GROUP, ROWS_OF_B=rows_of_b,
+    programs = min(triton.cdiv(m, BM) * triton.cdiv(n, BN), multiprocessors(y.get_device()))
+    parked = torch.empty((programs, BM, BN), dtype=torch.float32, device=y.device) if segments == 8 else y
+    gemm_tree_kernel[(programs,)](
+        y, parked, *descriptors, m, n, total // BK,
+        SEGMENTS=segments, BM=BM, BN=BN, BK=BK, STAGES=STAGES, GROUP=GROUP, ROWS_OF_B=rows_of_b,
         FP32=y.dtype == torch.float32, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return y

@@ -111,11 +111,9 @@ def launch_for(m: int, n: int, length: int, segments: int) -> Launch:
     if m <= 32:
         return Launch(32, 32, 128, 4, 5)
     if m <= 64:
-        return Launch(64, 64, 128, 4, 4)
-    if segments > 2:
-        return Launch(128, 64, 64, 8, 4)
-    if segments == 2:
-        return Launch(128, 128, 64, 8, 4)
+        return Launch(64, 32, 128, 4, 5) if segments > 1 else Launch(64, 64, 128, 4, 4)
+    if segments > 1:
+        return Launch(128, 64, 128, 8, 3) if length % 128 == 0 else Launch(128, 64, 64, 8, 4)
     return Launch(128, 256, 64, 8, 3) if m >= 1024 and n >= 1024 else Launch(128, 128, 64, 8, 4)
 
 

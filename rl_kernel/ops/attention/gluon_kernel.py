@@ -1,7 +1,7 @@
-"""Attention forward on Hopper, warp-specialised: one warp copies, three warpgroups hold 64 queries each and never meet.
+"""Attention forward on Hopper, warp-specialised: one warp copies, two warpgroups hold 64 queries each.
 
 The bits are those of `triton_kernel`: the same blocks, partials and chains. What differs is time: the scores of the next
-block are computed while the exponentials of this one are, and each warpgroup works while the others wait. Programs stay
+block are computed while the exponentials of this one are, and the warpgroups take turns, so that one multiplies while the other has exponentials. Programs stay
 and walk the tiles, longest first. R sequences, H query heads, G kv heads, D head_dim.
 """
 
@@ -23,11 +23,11 @@ from rl_kernel.ops.accelerator import multiprocessors
 from rl_kernel.ops.gluon_scalar import canonical, narrow
 
 HEAD_DIMS = (64, 128)
-STAGES = {64: 4, 128: 3}  # blocks of keys and of values in flight, as many as shared memory holds
+STAGES = {64: 6, 128: 4}  # blocks of keys and of values in flight, as many as shared memory holds
 
-GROUPS = gl.constexpr(3)  # warpgroups that attend
+GROUPS = gl.constexpr(2)  # warpgroups that attend
 GROUP_ROWS = gl.constexpr(64)  # queries of a warpgroup
-ROWS = gl.constexpr(192)  # queries of a tile
+ROWS = gl.constexpr(128)  # queries of a tile
 BLOCK = gl.constexpr(64)
 ONES = gl.constexpr(16)
 NEG_INF = gl.constexpr(float("-inf"))
@@ -146,7 +146,7 @@ def _with_values_that_are_not_finite(
 @gluon.jit
 def _attend(
     out, m_out, l_out, q_buffers, k_buffers, v_buffers, ones, merged, scratch,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, cu_q, cu_k, sequences, tiles, scale,
     GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
@@ -157,12 +157,13 @@ def _attend(
     PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L, k_width=2)
     V: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     per_partial: gl.constexpr = PARTIAL // BLOCK
+    FIRST: gl.constexpr = 1 if GROUP == 0 else 0  # the first turn is there from the start
     queries = q_buffers.index(GROUP)
     merged += (gl.program_id(0) * GROUPS + GROUP) * GROUP_ROWS * D
     merged_at = merged + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, O))[:, None] * D
     merged_at += gl.arange(0, D, gl.SliceLayout(0, O))[None, :]
     empty_scores = gl.zeros((GROUP_ROWS, BLOCK), gl.float32, S)
-    count, turn = 0, 0
+    count, turn, rounds = 0, 0, 0
     for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
         head = work % HEADS
         start, length, first, _key_start, keys = _tile(cu_q, cu_k, sequences, tiles - 1 - work // HEADS, WIDTH, 4)
@@ -171,6 +172,11 @@ def _attend(
             # This group's own last block, and the blocks that each of its rows sees in full.
             mine = max(1, gl.cdiv(min(keys, keys - length + first + (GROUP + 1) * GROUP_ROWS), BLOCK))
             full = min((keys - length + first + GROUP * GROUP_ROWS + 1) // BLOCK, mine)
+            last_first = first + (GROUPS - 1) * GROUP_ROWS
+            most = min(
+                (keys - length + last_first + 1) // BLOCK,
+                max(1, gl.cdiv(min(keys, keys - length + first + ROWS), BLOCK)),
+            )
             row = first + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S))
             last = keys - length + row
             m = gl.full((GROUP_ROWS,), NEG_INF, gl.float32, gl.SliceLayout(1, S))
@@ -190,12 +196,16 @@ def _attend(
                 for block in range(1, full):
                     # The scores of this block and the sums of the one before run while the exponentials are computed.
                     slot, after = count % STAGES, (count + 1) % STAGES
+                    # The warpgroups take turns: while the products of one run, the other has its exponentials to do.
+                    mbarrier.wait(turns.index(GROUP), (rounds & 1) ^ FIRST)
                     next_keys = k_buffers.index(after).permute((1, 0))
                     scores = warpgroup_mma(queries, next_keys, empty_scores, use_acc=False, is_async=True)
                     mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
                     weights_o, weights_l = gl.convert_layout(weights, PO), gl.convert_layout(weights, PL)
                     acc = warpgroup_mma(weights_o, v_buffers.index(slot), acc_done, is_async=True)
                     l = warpgroup_mma(weights_l, ones, l_done, is_async=True)
+                    mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
+                    rounds += 1
                     s = warpgroup_mma_wait(num_outstanding=2, deps=(scores,))
                     mbarrier.arrive(k_empty.index(after))
                     opens = block % per_partial == 0
@@ -224,6 +234,11 @@ def _attend(
                 l_done = warpgroup_mma(gl.convert_layout(weights, PL), ones, l_done)
                 mbarrier.arrive(v_empty.index(slot))
                 count += 1
+            # The last group sees the most blocks in full; the others pass on the turns that they have no use for.
+            for _ in range(max(1, full), max(1, most)):
+                mbarrier.wait(turns.index(GROUP), (rounds & 1) ^ FIRST)
+                mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
+                rounds += 1
             for block in range(full, mine):
                 slot = count % STAGES
                 mbarrier.wait(k_full.index(slot), (count // STAGES) & 1)
@@ -307,6 +322,9 @@ def attention_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars)
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(turns.index(group), count=1)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=GROUPS)
     for slot in gl.static_range(STAGES):
@@ -319,19 +337,16 @@ def attention_kernel(
     gl.warp_specialize(
         [
             (_attend, (out, m_out, l_out, q_buffers, k_buffers, v_buffers, turned, merged, scratch.index(0),
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, cu_q, cu_k, sequences, tiles, scale,
                        0, HEADS, D, WIDTH, STAGES, PARTIAL)),
             (_attend, (out, m_out, l_out, q_buffers, k_buffers, v_buffers, turned, merged, scratch.index(1),
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, cu_q, cu_k, sequences, tiles, scale,
                        1, HEADS, D, WIDTH, STAGES, PARTIAL)),
-            (_attend, (out, m_out, l_out, q_buffers, k_buffers, v_buffers, turned, merged, scratch.index(2),
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
-                       2, HEADS, D, WIDTH, STAGES, PARTIAL)),
             (_copy, (q, k, v, q_buffers, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      cu_q, cu_k, sequences, tiles, HEADS, KV_HEADS, D, WIDTH, STAGES)),
         ],
-        [4, 4, 1],
-        [160, 160, 24],
+        [4, 1],
+        [240, 24],
     )  # fmt: skip
 
 
@@ -341,13 +356,13 @@ def attention(
 ) -> None:  # fmt: skip
     """Fill out[T,H,D], m and l[T,H] from q[T,H,D], k and v[T',G,D], whose tokens lie `strides` elements apart."""
     (tokens, heads, dim), sequences = q.shape, cu_q.shape[0] - 1
-    tiles = tokens // 192 + sequences
+    tiles = tokens // 128 + sequences
     descriptors = []
     for x, stride in zip((q, k, v), strides, strict=True):
         layout = gl.NVMMASharedLayout.get_default_for([64, dim], gl.bfloat16)
         descriptors.append(TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [stride, 1], [64, dim], layout))
     programs = min(tiles * heads, multiprocessors(q.get_device()))
-    merged = torch.empty((2, programs, 3, 64, dim), dtype=torch.float32, device=q.device)
+    merged = torch.empty((2, programs, 2, 64, dim), dtype=torch.float32, device=q.device)
     attention_kernel[(programs,)](
         out, m, l, merged, *descriptors, cu_q, cu_k, sequences, tiles, scale,
         HEADS=heads, KV_HEADS=k.shape[1], D=dim, WIDTH=triton.next_power_of_2(sequences), STAGES=STAGES[dim],
