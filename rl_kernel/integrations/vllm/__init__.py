@@ -5,10 +5,15 @@ strict when, and only when, it is built with `engine_arguments`. The worker name
 place of vLLM's while *its* model is built (`hooks`), and reports what really served each op (`worker.evidence`).
 """
 
+import os
+from importlib.metadata import entry_points
 from typing import Any
+
+from rl_kernel.errors import EvidenceError
 
 QUANTIZATION = "rl_kernel_strict"
 STRICT_WORKER = "rl_kernel.integrations.vllm.worker.StrictCPUWorker"
+_PLUGIN = "rl_kernel"
 NATIVE_WORKER = "rl_kernel.integrations.vllm.worker.NativeCPUWorker"
 
 
@@ -22,15 +27,28 @@ def register() -> None:
         register_quantization_config(QUANTIZATION)(StrictConfig)
 
 
-def engine_arguments(*, profile: str = "portable", segments: int = 1) -> dict[str, Any]:
-    """The arguments that make `vllm.LLM` (or its engine arguments) strict."""
+def require_plugin() -> None:
+    """Raise EvidenceError if vLLM's own processes would not find `register`; vLLM itself would only log that."""
+    if not any(entry.name == _PLUGIN for entry in entry_points(group="vllm.general_plugins")):
+        raise EvidenceError("vLLM would not load rl_kernel: it is not installed as a package (pip install -e .)")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _PLUGIN not in allowed.split(","):
+        raise EvidenceError(f"vLLM would not load rl_kernel: VLLM_PLUGINS={allowed!r} does not name it")
+
+
+def engine_arguments(*, profile: str = "portable", segments: int = 1, enforce: bool = True) -> dict[str, Any]:
+    """The arguments that make `vllm.LLM` (or its engine arguments) strict.
+
+    enforce: a worker that finds an op served by anything else refuses to start. Without it the worker only reports
+    that, and whoever built the engine must look at the evidence.
+    """
     return {
         "dtype": "bfloat16",
         "quantization": QUANTIZATION,
         "worker_cls": STRICT_WORKER,
         "enforce_eager": True,
         "logprobs_mode": "processed_logprobs",
-        "additional_config": {"rl_kernel": {"profile": profile, "segments": segments}},
+        "additional_config": {"rl_kernel": {"profile": profile, "segments": segments, "enforce": enforce}},
     }
 
 

@@ -61,6 +61,8 @@ class StrictCPUWorker(SeededCPUWorker):
         self.model_runner.sampler = StrictSampler(self._runtime, self.model_config.get_vocab_size())
         for op, where in foreign_sites(self.get_model(), self.model_runner.sampler):
             self._runtime.plan.report_foreign(op, where)
+        if self.vllm_config.additional_config["rl_kernel"]["enforce"]:
+            self._runtime.plan.evidence().refuse_foreign()
 
     def evidence(self) -> dict[str, Any]:
         """What served each op on this rank since `reset_evidence` (fields of `Evidence`)."""

@@ -8,7 +8,16 @@ from vllm.model_executor.models.llama import LlamaAttention
 from vllm.v1.sample.sampler import Sampler
 
 from rl_kernel.errors import EvidenceError, PlanError
-from rl_kernel.integrations.vllm import hooks, layers, quantization, sampler, worker
+from rl_kernel.integrations.vllm import (
+    QUANTIZATION,
+    engine_arguments,
+    hooks,
+    layers,
+    quantization,
+    register,
+    sampler,
+    worker,
+)
 from tests.integrations.vllm.requests import prompts, run
 
 
@@ -106,10 +115,26 @@ def test_a_strict_engine_leaves_nothing_behind_for_a_native_one(make_engine, mod
     assert strict != before
 
 
-def test_half_of_strict_mode_is_refused(models, monkeypatch):
+def test_a_plain_vllm_engine_refuses_by_itself(models, monkeypatch):
     from vllm import LLM
 
-    from rl_kernel.integrations.vllm import QUANTIZATION, register
+    register()
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.delitem(hooks.LAYERS, "SiluAndMul")
+    with pytest.raises(EvidenceError, match=r"SiluAndMul\) serves swiglu and 1 more"):
+        LLM(str(models["llama"]), skip_tokenizer_init=True, kv_cache_memory_bytes=2**24, max_model_len=64,
+            **engine_arguments())  # fmt: skip
+
+
+@pytest.mark.parametrize("plugins", ["", "lora_filesystem_resolver"])
+def test_a_vllm_that_would_not_load_the_plugin_is_refused(make_engine, models, monkeypatch, plugins):
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    with pytest.raises(EvidenceError, match=r"vLLM would not load rl_kernel: VLLM_PLUGINS='.*' does not name it"):
+        make_engine(models["llama"])
+
+
+def test_half_of_strict_mode_is_refused(models, monkeypatch):
+    from vllm import LLM
 
     register()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
