@@ -38,6 +38,9 @@ class Config(BaseModel):
     diagnose_per_step: Annotated[
         int, Field(ge=0, le=1_000_000, description="mismatching samples of a step that causes are searched for")
     ] = 2
+    diagnose_seconds: Annotated[
+        float, Field(gt=0, description="spent on one of them and side at most; what was found until then is ranked")
+    ] = 5.0
     retain_days: Annotated[
         float, Field(ge=0, description="days after which the content of settled records is dropped; 0: never")
     ] = 0.0

@@ -30,7 +30,7 @@ from auditor.ingest.limits import Limits
 from auditor.ingest.service import AuditService, start_server
 from auditor.judge import ReferenceLogprobs
 from auditor.pipeline import Incoming, Pipeline, Receipt, Refused
-from auditor.recompute import RecomputePool
+from auditor.recompute import Diagnosis, RecomputePool
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
 from auditor.retention import ParquetArchive, Retirement
 from auditor.sampling import Policy, make_policy
@@ -125,7 +125,7 @@ class Auditor:
             config.weights_root,
             find(config.recompute_pool),
             config.recompute_workers,
-            config.diagnose_per_step,
+            Diagnosis(config.diagnose_per_step, config.diagnose_seconds),
             self._load,
             self._conclude,
         )

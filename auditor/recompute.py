@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,31 @@ Load = Callable[[SampleKey], tuple[RolloutRecord, TrainerRecord]]
 Conclude = Callable[[SampleKey, ReferenceLogprobs | RecomputeError, float], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the search for causes may cost, so that a run in which everything differs does not delay every verdict.
+
+    samples_per_step: mismatching samples of a step that are looked into. seconds: for each of them and side.
+    """
+
+    samples_per_step: int
+    seconds: float
+
+
 class RecomputePool:
     """Workers and the queue before them.
 
     hire: makes a worker; workers: how many.
-    diagnose_per_step: mismatching samples of a step that causes are searched for; each costs some dozens of forwards.
+    diagnosis: how much may be spent on causes.
     load: fetches a sample's two records from the ledger, so that what waits costs a key and no arrays.
     conclude: is told the outcome and the seconds that it took; called from the pool's threads.
     """
 
     def __init__(
-        self, weights_root: Path, hire: Hire, workers: int, diagnose_per_step: int, load: Load, conclude: Conclude
+        self, weights_root: Path, hire: Hire, workers: int, diagnosis: Diagnosis, load: Load, conclude: Conclude
     ) -> None:
         self._hire = hire
-        self._diagnose_per_step = diagnose_per_step
+        self._diagnosis = diagnosis
         self._diagnosed: Counter[tuple[str, int]] = Counter()
         self._weights_root = weights_root
         self._load = load
@@ -117,8 +129,8 @@ class RecomputePool:
     def _ask(self, worker: Worker, key: SampleKey) -> ReferenceLogprobs:
         rollout, trainer = (encode(record) for record in self._load(key))
         name = (key.run_id, key.step)
-        diagnose = self._diagnosed[name] < self._diagnose_per_step
-        job = {"rollout_bytes": len(rollout), "diagnose": diagnose}
+        diagnose = self._diagnosed[name] < self._diagnosis.samples_per_step
+        job = {"rollout_bytes": len(rollout), "diagnose": self._diagnosis.seconds if diagnose else 0.0}
         reference = _reference(*worker.ask(job, rollout + trainer))
         if reference.causes:
             with self._changed:

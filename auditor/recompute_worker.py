@@ -106,7 +106,7 @@ def answer(models: Models, job: dict[str, Any], body: bytes) -> tuple[dict[str, 
         return {"code": "reference_refused", "error": str(error)}, b""
     causes = None
     if job["diagnose"]:
-        found = diagnose_sample(rollout, trainer, reference, models.around(rollout))
+        found = diagnose_sample(rollout, trainer, reference, models.around(rollout), seconds=job["diagnose"])
         causes = [suggestion.to_json() for suggestion in found]
     arrays = [reference.rollout] if reference.trainer is reference.rollout else [reference.rollout, reference.trainer]
     return {"mma": reference.mma, "causes": causes}, b"".join(a.astype("<f4").tobytes() for a in arrays)

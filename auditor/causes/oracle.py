@@ -4,6 +4,8 @@ T tokens of the window, E hidden, V vocabulary, W response tokens of the window.
 recomputed, for a long sample would cost more than it tells.
 """
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,14 +23,15 @@ F64 = npt.NDArray[np.float64]
 
 
 class OutOfBudget(Exception):
-    """The forwards that one diagnosis may cost are spent."""
+    """The forwards or the seconds that one diagnosis may cost are spent."""
 
 
 class Oracle:
     """Computes predictions for one sample.
 
     decoder: of the weights and contract that the record names. tokens: int64 [N]. window: response tokens first..last
-    (exclusive) that predictions are for. versions: weight versions that `load` can open. budget: forwards allowed.
+    (exclusive) that predictions are for. versions: weight versions that `load` can open. budget, seconds: forwards and
+    time allowed; a slow machine or a large model gets fewer hypotheses tried.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Oracle:
         versions: Sequence[int] = (),
         load: Callable[[int], Decoder] | None = None,
         budget: int = 96,
+        seconds: float = math.inf,
     ) -> None:
         self.decoder = decoder
         self.prompt_len = prompt_len
@@ -49,6 +53,7 @@ class Oracle:
         self.versions = tuple(versions)
         self._load = load
         self._budget = budget
+        self._deadline = time.monotonic() + seconds
         # A causal model never sees what comes after the window.
         self.tokens = tokens[: prompt_len + window[1]]
         self.rows = np.arange(prompt_len + window[0] - 1, prompt_len + window[1] - 1)
@@ -56,7 +61,7 @@ class Oracle:
 
     def hidden(self, decoder: Decoder) -> Bits:
         """Hidden states of the whole window's sequence, bf16 [T,E]; costs one forward."""
-        if self._budget <= 0:
+        if self._budget <= 0 or time.monotonic() > self._deadline:
             raise OutOfBudget
         self._budget -= 1
         return decoder.hidden([self.tokens])

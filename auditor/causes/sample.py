@@ -1,5 +1,6 @@
 """The diagnosis of one sample: which side to look at, which part of it, and what is computed there."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -27,15 +28,20 @@ class Weights:
 
 
 def diagnose_sample(
-    rollout: RolloutRecord, trainer: TrainerRecord, reference: ReferenceLogprobs, weights: Weights, budget: int = 96
+    rollout: RolloutRecord,
+    trainer: TrainerRecord,
+    reference: ReferenceLogprobs,
+    weights: Weights,
+    budget: int = 96,
+    seconds: float = math.inf,
 ) -> tuple[Suggestion, ...]:
-    """Causes for each side that differs from the reference, ranked together. budget: forwards for each side."""
+    """Causes for each side that differs from the reference, ranked together. budget, seconds: for each side."""
     found: list[Suggestion] = []
     sides: tuple[tuple[Record, np.ndarray], ...] = ((rollout, reference.rollout), (trainer, reference.trainer))
     for record, truth in sides:
         evidence = Evidence(record.logprobs, truth, record.mask, record, rollout, trainer)
         if evidence.differs.any():
-            found += diagnose(evidence, _oracle(evidence, weights, budget))
+            found += diagnose(evidence, _oracle(evidence, weights, budget, seconds))
     return ranked(found)
 
 
@@ -44,7 +50,7 @@ def diagnose_pair(rollout: RolloutRecord, trainer: TrainerRecord) -> tuple[Sugge
     return diagnose(Evidence(rollout.logprobs, trainer.logprobs, rollout.mask, rollout, rollout, trainer), None)
 
 
-def _oracle(evidence: Evidence, weights: Weights, budget: int) -> Oracle:
+def _oracle(evidence: Evidence, weights: Weights, budget: int, seconds: float) -> Oracle:
     first = int(np.flatnonzero(evidence.differs)[0])
     start = max(0, first - _BEFORE)
     rollout = evidence.rollout
@@ -57,4 +63,5 @@ def _oracle(evidence: Evidence, weights: Weights, budget: int) -> Oracle:
         weights.versions,
         weights.load,
         budget,
+        seconds,
     )

@@ -41,8 +41,8 @@ COMPUTED: Final[tuple[Compute, ...]] = (
     truncation,
     wrong_row,
     stale_weights,
-    stale_kv,
     split_sums,
+    stale_kv,
     rope,
 )
 
