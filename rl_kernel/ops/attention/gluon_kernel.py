@@ -1,7 +1,7 @@
 """Attention forward on Hopper, warp-specialised: one warp copies, two warpgroups hold 64 queries each.
 
-The bits are those of `triton_kernel`: the same blocks, partials and chains. What differs is time: the scores of the next
-block are computed while the exponentials of this one are, and the warpgroups take turns, so that one multiplies while the other has exponentials. Programs stay
+The bits are those of `triton_kernel`: the same blocks, partials and chains. What differs is time: the sums of one block
+run while the exponentials of the next are computed, and the warpgroups take turns at the tensor cores. Programs stay
 and walk the tiles, longest first. R sequences, H query heads, G kv heads, D head_dim.
 """
 
@@ -23,11 +23,10 @@ from rl_kernel.ops.accelerator import multiprocessors
 from rl_kernel.ops.gluon_scalar import canonical, narrow
 
 HEAD_DIMS = (64, 128)
-STAGES = {64: 6, 128: 4}  # blocks of keys and of values in flight, as many as shared memory holds
+STAGES = {64: 5, 128: 3}  # blocks of keys and of values in flight, as many as shared memory holds
 
-GROUPS = gl.constexpr(2)  # warpgroups that attend
-GROUP_ROWS = gl.constexpr(64)  # queries of a warpgroup
 ROWS = gl.constexpr(128)  # queries of a tile
+HALF_ROWS = gl.constexpr(64)  # queries of a warpgroup
 BLOCK = gl.constexpr(64)
 ONES = gl.constexpr(16)
 NEG_INF = gl.constexpr(float("-inf"))
@@ -48,7 +47,7 @@ def _tile(cu_q, cu_k, sequences, tile, WIDTH: gl.constexpr, WARPS: gl.constexpr)
 
 @gluon.jit
 def _copy(
-    q, k, v, q_buffers, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     cu_q, cu_k, sequences, tiles,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
@@ -59,9 +58,7 @@ def _copy(
         if first < length:
             mbarrier.wait(q_empty, (turn & 1) ^ 1)
             mbarrier.expect(q_full, ROWS * D * 2)
-            for group in gl.static_range(GROUPS):
-                row = start + first + group * GROUP_ROWS
-                tma.async_copy_global_to_shared(q, [row, head * D], q_full, q_buffers.index(group))
+            tma.async_copy_global_to_shared(q, [start + first, head * D], q_full, q_buffer)
             turn += 1
             column = head // (HEADS // KV_HEADS) * D
             for block in range(gl.cdiv(min(keys, keys - length + first + ROWS), BLOCK)):
@@ -87,12 +84,6 @@ def _merge(m1, l1, acc1, m2, l2, acc2, S: gl.constexpr, L: gl.constexpr, O: gl.c
 
 
 @gluon.jit
-def _held(at, closed):  # type: ignore[no-untyped-def]
-    """The sums of the partials that are closed, which each thread keeps in the L2 for itself; 0 before the first."""
-    return gl.load(at, mask=gl.full(at.shape, 0, gl.int32, at.type.layout) < closed, other=0.0)
-
-
-@gluon.jit
 def _rows(x, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """One value a row, to be broadcast along the columns of LAYOUT."""
     return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -114,42 +105,103 @@ def _softmax(s, m, scale, opens, seen, MASKED: gl.constexpr):  # type: ignore[no
 
 
 @gluon.jit
-def _with_values_that_are_not_finite(
-    acc, p, seen, weights, v_buffer, scratch, parked_at, O: gl.constexpr, P: gl.constexpr, V: gl.constexpr
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """acc plus p times the values of a masked block of which some are infinite or NaN; see triton_kernel.not_finite.
-
-    acc waits in the L2 meanwhile, since the registers do not hold it and the counts.
-    """
-    gl.store(parked_at, acc)
-    some = gl.convert_layout(gl.where(seen & (p > 0.0), 1.0, 0.0).to(gl.bfloat16), P)
-    none = gl.convert_layout(gl.where(seen & (p == 0.0), 1.0, 0.0).to(gl.bfloat16), P)
-    wide = v_buffer.load(V).to(gl.float32)
+def _values_that_are_not_finite(acc, p, seen, weights, values, scratch, O: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return acc plus p times the values of a masked block of which some are infinite or NaN; see triton_kernel.not_finite."""
+    wide = values.to(gl.float32)
     odd = (wide - wide) != 0.0
     code = gl.where(wide == float("inf"), 1.0, gl.where(wide == NEG_INF, 256.0, gl.where(odd, 65536.0, 0.0)))
+    some = gl.convert_layout(gl.where(seen & (p > 0.0), 1.0, 0.0).to(gl.bfloat16), P)
+    none = gl.convert_layout(gl.where(seen & (p == 0.0), 1.0, 0.0).to(gl.bfloat16), P)
+    count = gl.zeros(acc.shape, gl.float32, O)
     scratch.store(code.to(gl.bfloat16))
     fence_async_shared()
-    count = warpgroup_mma(some, scratch, gl.zeros(acc.shape, gl.float32, O))
-    wide = v_buffer.load(V).to(gl.float32)
-    scratch.store(gl.where((wide - wide) != 0.0, 65536.0, 0.0).to(gl.bfloat16))
+    count = warpgroup_mma(some, scratch, count)
+    scratch.store(gl.where(odd, 65536.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     count = warpgroup_mma(none, scratch, count).to(gl.int32)
     plus, minus = (count & 255) > 0, ((count >> 8) & 255) > 0
     infinite = gl.where(plus, float("inf"), gl.where(minus, NEG_INF, 0.0))
-    infinite = gl.where((count > 65535) | (plus & minus), float("nan"), infinite)
-    wide = v_buffer.load(V).to(gl.float32)
-    scratch.store(gl.where((wide - wide) != 0.0, 0.0, wide).to(gl.bfloat16))
+    acc += gl.where((count > 65535) | (plus & minus), float("nan"), infinite)
+    scratch.store(gl.where(odd, 0.0, wide).to(gl.bfloat16))
     fence_async_shared()
-    return warpgroup_mma(weights, scratch, gl.load(parked_at) + infinite)
+    return warpgroup_mma(weights, scratch, acc)
 
 
 @gluon.jit
-def _attend(
-    out, m_out, l_out, q_buffers, k_buffers, v_buffers, ones, merged, scratch,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, cu_q, cu_k, sequences, tiles, scale,
-    GROUP: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-    PARTIAL: gl.constexpr,
+def _blocks_in_full(
+    m, l_done, acc_done, m_all, l_all, count, rounds, full, queries, buffers, bars, scale,
+    HALF: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
+    """The first `full` > 0 blocks, which every row of this half sees. m, l, acc: the open partial; m_all, l_all and
+    `merged`: those before it. count, rounds: blocks and turns so far.
+    """
+    k_buffers, v_buffers, ones, merged, _scratch = buffers
+    k_full, k_empty, v_full, v_empty, turns = bars
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
+    PO: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L, k_width=2)
+    FIRST: gl.constexpr = 1 - HALF  # the first turn of the first half is there from the start
+    per_partial: gl.constexpr = PARTIAL // BLOCK
+    empty_scores = gl.zeros((HALF_ROWS, BLOCK), gl.float32, S)
+    mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1)
+    these_keys = k_buffers.index(count % STAGES).permute((1, 0))
+    s = warpgroup_mma(queries, these_keys, empty_scores, use_acc=False)
+    mbarrier.arrive(k_empty.index(count % STAGES))
+    p, unused, m = _softmax(s, m, scale, True, True, False)
+    weights = p.to(gl.bfloat16)
+    mbarrier.wait(k_full.index((count + 1) % STAGES), ((count + 1) // STAGES) & 1, pred=full > 1)
+    for block in range(1, full):
+        # The scores of this block and the sums of the one before run while the exponentials are computed.
+        slot, after = count % STAGES, (count + 1) % STAGES
+        # The halves take turns: while the products of one run, the other has its exponentials to do.
+        mbarrier.wait(turns.index(HALF), (rounds & 1) ^ FIRST)
+        next_keys = k_buffers.index(after).permute((1, 0))
+        scores = warpgroup_mma(queries, next_keys, empty_scores, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
+        weights_o, weights_l = gl.convert_layout(weights, PO), gl.convert_layout(weights, PL)
+        acc = warpgroup_mma(weights_o, v_buffers.index(slot), acc_done, is_async=True)
+        l = warpgroup_mma(weights_l, ones, l_done, is_async=True)
+        mbarrier.arrive(turns.index(1 - HALF))
+        rounds += 1
+        s = warpgroup_mma_wait(num_outstanding=2, deps=(scores,))
+        mbarrier.arrive(k_empty.index(after))
+        opens = block % per_partial == 0
+        p, alpha, top = _softmax(s, m, scale, opens, opens, False)
+        # `ready` among the dependences, and a wait that loops, keep the assembler from moving the
+        # exponentials behind the products that they are to overlap.
+        ready = p.to(gl.bfloat16)
+        following = count + 2
+        mbarrier.wait(k_full.index(following % STAGES), (following // STAGES) & 1, pred=block + 1 < full)
+        acc_done, l_done, _o, _l, weights = warpgroup_mma_wait(0, (acc, l, weights_o, weights_l, ready))
+        mbarrier.arrive(v_empty.index(slot))
+        if opens:
+            m_all, l_all, total = _merge(m_all, l_all, merged.load(O), m, l_done, acc_done, S, L, O)
+            merged.store(total)
+            l_done = gl.zeros((HALF_ROWS, ONES), gl.float32, L)
+            acc_done = gl.zeros((HALF_ROWS, D), gl.float32, O)
+        m = top
+        acc_done = acc_done * _rows(alpha, O)
+        l_done = l_done * _rows(alpha, L)
+        count += 1
+    slot = count % STAGES
+    mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
+    acc_done = warpgroup_mma(gl.convert_layout(weights, PO), v_buffers.index(slot), acc_done)
+    l_done = warpgroup_mma(gl.convert_layout(weights, PL), ones, l_done)
+    mbarrier.arrive(v_empty.index(slot))
+    count += 1
+    return m, l_done, acc_done, m_all, l_all, count, rounds
+
+
+@gluon.jit
+def _masked_blocks(
+    m, l_done, acc_done, m_all, l_all, count, first_block, end_block, last, queries, buffers, bars, scale,
+    D: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Blocks first_block .. end_block on the diagonal; last[rows]: the last key that each row sees."""
+    k_buffers, v_buffers, ones, merged, scratch = buffers
+    k_full, k_empty, v_full, v_empty, _turns = bars
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
@@ -157,124 +209,105 @@ def _attend(
     PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L, k_width=2)
     V: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     per_partial: gl.constexpr = PARTIAL // BLOCK
-    FIRST: gl.constexpr = 1 if GROUP == 0 else 0  # the first turn is there from the start
-    queries = q_buffers.index(GROUP)
-    merged += (gl.program_id(0) * GROUPS + GROUP) * GROUP_ROWS * D
-    merged_at = merged + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, O))[:, None] * D
-    merged_at += gl.arange(0, D, gl.SliceLayout(0, O))[None, :]
-    empty_scores = gl.zeros((GROUP_ROWS, BLOCK), gl.float32, S)
+    empty_scores = gl.zeros((HALF_ROWS, BLOCK), gl.float32, S)
+    for block in range(first_block, end_block):
+        slot = count % STAGES
+        mbarrier.wait(k_full.index(slot), (count // STAGES) & 1)
+        these_keys = k_buffers.index(slot).permute((1, 0))
+        s = warpgroup_mma(queries, these_keys, empty_scores, use_acc=False)
+        mbarrier.arrive(k_empty.index(slot))
+        key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, S))
+        seen = key[None, :] <= last[:, None]
+        opens = block % per_partial == 0
+        p, alpha, top = _softmax(s, m, scale, opens, seen, True)
+        if opens & (block > 0):
+            m_all, l_all, total = _merge(m_all, l_all, merged.load(O), m, l_done, acc_done, S, L, O)
+            merged.store(total)
+            l_done = gl.zeros((HALF_ROWS, ONES), gl.float32, L)
+            acc_done = gl.zeros((HALF_ROWS, D), gl.float32, O)
+        m = top
+        acc_done = acc_done * _rows(alpha, O)
+        l_done = l_done * _rows(alpha, L)
+        weights = p.to(gl.bfloat16)
+        weights_o = gl.convert_layout(weights, PO)
+        mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
+        values = v_buffers.index(slot).load(V)
+        odd = (values.to(gl.int16, bitcast=True) & 0x7F80) == 0x7F80
+        if gl.max(gl.max(odd.to(gl.int32), 1), 0) > 0:
+            acc_done = _values_that_are_not_finite(acc_done, p, seen, weights_o, values, scratch, O, PO)
+        else:
+            acc_done = warpgroup_mma(weights_o, v_buffers.index(slot), acc_done)
+        l_done = warpgroup_mma(gl.convert_layout(weights, PL), ones, l_done)
+        fence_async_shared()
+        mbarrier.arrive(v_empty.index(slot))
+        count += 1
+    return m, l_done, acc_done, m_all, l_all, count
+
+
+@gluon.jit
+def _store(
+    out, m_out, l_out, m_all, l_all, total, first_row, row, start, length, head,
+    HEADS: gl.constexpr, D: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    row_sum = gl.max(l_all, 1)
+    value = narrow(gl.div_rn(total + 0.0, _rows(row_sum, O) + gl.zeros_like(total)))
+    i = first_row + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, O))
+    place = (start + i).to(gl.int64) * HEADS + head
+    d = gl.arange(0, D, gl.SliceLayout(0, O))
+    gl.store(out + place[:, None] * D + d[None, :], value, mask=(i < length)[:, None])
+    place = (start + row).to(gl.int64) * HEADS + head
+    gl.store(m_out + place, canonical(m_all), mask=row < length)
+    row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, S))
+    gl.store(l_out + place, canonical(row_sum), mask=row < length)
+
+
+@gluon.jit
+def _attend(
+    out, m_out, l_out, q_buffer, k_buffers, v_buffers, ones, merged, scratch,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, cu_q, cu_k, sequences, tiles, scale,
+    HALF: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    PARTIAL: gl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
+    queries = q_buffer.slice(HALF * HALF_ROWS, HALF_ROWS)
+    FIRST: gl.constexpr = 1 - HALF  # the first turn of the first half is there from the start
     count, turn, rounds = 0, 0, 0
     for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
         head = work % HEADS
         start, length, first, _key_start, keys = _tile(cu_q, cu_k, sequences, tiles - 1 - work // HEADS, WIDTH, 4)
         if first < length:
             end = gl.cdiv(min(keys, keys - length + first + ROWS), BLOCK)
-            # This group's own last block, and the blocks that each of its rows sees in full.
-            mine = max(1, gl.cdiv(min(keys, keys - length + first + (GROUP + 1) * GROUP_ROWS), BLOCK))
-            full = min((keys - length + first + GROUP * GROUP_ROWS + 1) // BLOCK, mine)
-            last_first = first + (GROUPS - 1) * GROUP_ROWS
-            most = min(
-                (keys - length + last_first + 1) // BLOCK,
-                max(1, gl.cdiv(min(keys, keys - length + first + ROWS), BLOCK)),
-            )
-            row = first + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S))
+            # This half's own last block, and the blocks that each of its rows sees in full.
+            mine = max(1, gl.cdiv(min(keys, keys - length + first + (HALF + 1) * HALF_ROWS), BLOCK))
+            full = min((keys - length + first + HALF * HALF_ROWS + 1) // BLOCK, mine)
+            most = min((keys - length + first + HALF_ROWS + 1) // BLOCK, max(1, end))
+            row = first + HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, S))
             last = keys - length + row
-            m = gl.full((GROUP_ROWS,), NEG_INF, gl.float32, gl.SliceLayout(1, S))
+            m = gl.full((HALF_ROWS,), NEG_INF, gl.float32, gl.SliceLayout(1, S))
             m_all = m
-            l_all = gl.zeros((GROUP_ROWS, ONES), gl.float32, L)
-            closed = 0
-            acc_done, l_done = gl.zeros((GROUP_ROWS, D), gl.float32, O), l_all
+            l_all = gl.zeros((HALF_ROWS, ONES), gl.float32, L)
+            merged.store(gl.zeros((HALF_ROWS, D), gl.float32, O))
+            acc_done, l_done = gl.zeros((HALF_ROWS, D), gl.float32, O), l_all
             mbarrier.wait(q_full, turn & 1)
+            buffers = (k_buffers, v_buffers, ones, merged, scratch)
+            bars = (k_full, k_empty, v_full, v_empty, turns)
             if full > 0:
-                mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1)
-                these_keys = k_buffers.index(count % STAGES).permute((1, 0))
-                s = warpgroup_mma(queries, these_keys, empty_scores, use_acc=False)
-                mbarrier.arrive(k_empty.index(count % STAGES))
-                p, unused, m = _softmax(s, m, scale, True, True, False)
-                weights = p.to(gl.bfloat16)
-                mbarrier.wait(k_full.index((count + 1) % STAGES), ((count + 1) // STAGES) & 1, pred=full > 1)
-                for block in range(1, full):
-                    # The scores of this block and the sums of the one before run while the exponentials are computed.
-                    slot, after = count % STAGES, (count + 1) % STAGES
-                    # The warpgroups take turns: while the products of one run, the other has its exponentials to do.
-                    mbarrier.wait(turns.index(GROUP), (rounds & 1) ^ FIRST)
-                    next_keys = k_buffers.index(after).permute((1, 0))
-                    scores = warpgroup_mma(queries, next_keys, empty_scores, use_acc=False, is_async=True)
-                    mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
-                    weights_o, weights_l = gl.convert_layout(weights, PO), gl.convert_layout(weights, PL)
-                    acc = warpgroup_mma(weights_o, v_buffers.index(slot), acc_done, is_async=True)
-                    l = warpgroup_mma(weights_l, ones, l_done, is_async=True)
-                    mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
-                    rounds += 1
-                    s = warpgroup_mma_wait(num_outstanding=2, deps=(scores,))
-                    mbarrier.arrive(k_empty.index(after))
-                    opens = block % per_partial == 0
-                    p, alpha, top = _softmax(s, m, scale, opens, opens, False)
-                    # `ready` among the dependences, and a wait that loops, keep the assembler from moving the
-                    # exponentials behind the products that they are to overlap.
-                    ready = p.to(gl.bfloat16)
-                    following = count + 2
-                    mbarrier.wait(k_full.index(following % STAGES), (following // STAGES) & 1, pred=block + 1 < full)
-                    acc_done, l_done, _o, _l, weights = warpgroup_mma_wait(0, (acc, l, weights_o, weights_l, ready))
-                    mbarrier.arrive(v_empty.index(slot))
-                    if opens:
-                        before = _held(merged_at, closed)
-                        m_all, l_all, total = _merge(m_all, l_all, before, m, l_done, acc_done, S, L, O)
-                        gl.store(merged_at, total)
-                        closed += 1
-                        l_done = gl.zeros((GROUP_ROWS, ONES), gl.float32, L)
-                        acc_done = gl.zeros((GROUP_ROWS, D), gl.float32, O)
-                    m = top
-                    acc_done = acc_done * _rows(alpha, O)
-                    l_done = l_done * _rows(alpha, L)
-                    count += 1
-                slot = count % STAGES
-                mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
-                acc_done = warpgroup_mma(gl.convert_layout(weights, PO), v_buffers.index(slot), acc_done)
-                l_done = warpgroup_mma(gl.convert_layout(weights, PL), ones, l_done)
-                mbarrier.arrive(v_empty.index(slot))
-                count += 1
-            # The last group sees the most blocks in full; the others pass on the turns that they have no use for.
+                m, l_done, acc_done, m_all, l_all, count, rounds = _blocks_in_full(
+                    m, l_done, acc_done, m_all, l_all, count, rounds, full, queries, buffers, bars, scale,
+                    HALF, D, STAGES, PARTIAL,
+                )  # fmt: skip
+            # The second half sees no fewer blocks in full; the first passes on the turns that it has no use for.
             for _ in range(max(1, full), max(1, most)):
-                mbarrier.wait(turns.index(GROUP), (rounds & 1) ^ FIRST)
-                mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
+                mbarrier.wait(turns.index(HALF), (rounds & 1) ^ FIRST)
+                mbarrier.arrive(turns.index(1 - HALF))
                 rounds += 1
-            for block in range(full, mine):
-                slot = count % STAGES
-                mbarrier.wait(k_full.index(slot), (count // STAGES) & 1)
-                these_keys = k_buffers.index(slot).permute((1, 0))
-                s = warpgroup_mma(queries, these_keys, empty_scores, use_acc=False)
-                mbarrier.arrive(k_empty.index(slot))
-                key = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, S))
-                seen = key[None, :] <= last[:, None]
-                opens = block % per_partial == 0
-                p, alpha, top = _softmax(s, m, scale, opens, seen, True)
-                if opens & (block > 0):
-                    before = _held(merged_at, closed)
-                    m_all, l_all, total = _merge(m_all, l_all, before, m, l_done, acc_done, S, L, O)
-                    gl.store(merged_at, total)
-                    closed += 1
-                    l_done = gl.zeros((GROUP_ROWS, ONES), gl.float32, L)
-                    acc_done = gl.zeros((GROUP_ROWS, D), gl.float32, O)
-                m = top
-                acc_done = acc_done * _rows(alpha, O)
-                l_done = l_done * _rows(alpha, L)
-                weights = p.to(gl.bfloat16)
-                weights_o = gl.convert_layout(weights, PO)
-                mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
-                odd = (v_buffers.index(slot).load(V).to(gl.int16, bitcast=True) & 0x7F80) == 0x7F80
-                if gl.max(gl.max(odd.to(gl.int32), 1), 0) > 0:
-                    parked_at = merged_at + gl.num_programs(0) * GROUPS * GROUP_ROWS * D
-                    acc_done = _with_values_that_are_not_finite(
-                        acc_done, p, seen, weights_o, v_buffers.index(slot), scratch, parked_at, O, PO, V
-                    )
-                else:
-                    acc_done = warpgroup_mma(weights_o, v_buffers.index(slot), acc_done)
-                l_done = warpgroup_mma(gl.convert_layout(weights, PL), ones, l_done)
-                fence_async_shared()
-                mbarrier.arrive(v_empty.index(slot))
-                count += 1
-            # Blocks that only the other groups see are handed back once they have arrived, to keep the turns in step.
+            m, l_done, acc_done, m_all, l_all, count = _masked_blocks(
+                m, l_done, acc_done, m_all, l_all, count, full, mine, last, queries, buffers, bars, scale,
+                D, STAGES, PARTIAL,
+            )  # fmt: skip
+            # Blocks that only the other half sees are handed back once they have arrived, to keep the turns in step.
             for _ in range(mine, end):
                 slot = count % STAGES
                 mbarrier.wait(k_full.index(slot), (count // STAGES) & 1)
@@ -284,65 +317,56 @@ def _attend(
                 count += 1
             mbarrier.arrive(q_empty)
             turn += 1
-            before = _held(merged_at, closed)
-            m_all, l_all, total = _merge(m_all, l_all, before, m, l_done, acc_done, S, L, O)
-            row_sum = gl.max(l_all, 1)
-            value = narrow(gl.div_rn(total + 0.0, _rows(row_sum, O) + gl.zeros_like(total)))
-            i = first + GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, O))
-            place = (start + i).to(gl.int64) * HEADS + head
-            d = gl.arange(0, D, gl.SliceLayout(0, O))
-            gl.store(out + place[:, None] * D + d[None, :], value, mask=(i < length)[:, None])
-            place = (start + row).to(gl.int64) * HEADS + head
-            gl.store(m_out + place, canonical(m_all), mask=row < length)
-            row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, S))
-            gl.store(l_out + place, canonical(row_sum), mask=row < length)
+            m_all, l_all, total = _merge(m_all, l_all, merged.load(O), m, l_done, acc_done, S, L, O)
+            first_row = first + HALF * HALF_ROWS
+            _store(out, m_out, l_out, m_all, l_all, total, first_row, row, start, length, head, HEADS, D, S, O)
 
 
 @gluon.jit
 def attention_kernel(
-    out, m_out, l_out, merged, q, k, v, cu_q, cu_k, sequences, tiles, scale,
+    out, m_out, l_out, q, k, v, cu_q, cu_k, sequences, tiles, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """out[T,H,D], m and l[T,H]; q, k, v: descriptors of [T,H*D] and [T',G*D]. tiles: no fewer than there are.
-
-    merged: fp32, 2*GROUPS*64*D a program, for the sums of the partials that are closed and for one more block.
-    """
-    q_buffers = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, GROUP_ROWS, D], q.layout)
+    """out[T,H,D], m and l[T,H]; q, k, v: descriptors of [T,H*D] and [T',G*D]. tiles: no fewer than there are."""
+    q_buffer = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], q.layout)
     k_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], k.layout)
     v_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], v.layout)
     ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ONES, BLOCK], gl.bfloat16)
     writer: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(gl.bfloat16, [ONES, BLOCK], ones_layout)
     ones.store(gl.full((ONES, BLOCK), 1.0, gl.bfloat16, writer))
-    scratch = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, BLOCK, D], v.layout)
+    # Eight rows that a warp writes together fall into different banks.
+    spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    merged = gl.allocate_shared_memory(gl.float32, [2, HALF_ROWS, D], spread)
+    scratch = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, D], v.layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     q_full, q_empty = gl.allocate_shared_memory(gl.int64, [1], bars), gl.allocate_shared_memory(gl.int64, [1], bars)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], bars)
-    for group in gl.static_range(GROUPS):
-        mbarrier.init(turns.index(group), count=1)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
+    for half in gl.static_range(2):
+        mbarrier.init(turns.index(half), count=1)
     mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=GROUPS)
+    mbarrier.init(q_empty, count=2)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(k_empty.index(slot), count=GROUPS)
+        mbarrier.init(k_empty.index(slot), count=2)
         mbarrier.init(v_full.index(slot), count=1)
-        mbarrier.init(v_empty.index(slot), count=GROUPS)
+        mbarrier.init(v_empty.index(slot), count=2)
     fence_async_shared()
     turned = ones.permute((1, 0))
     gl.warp_specialize(
         [
-            (_attend, (out, m_out, l_out, q_buffers, k_buffers, v_buffers, turned, merged, scratch.index(0),
+            (_attend, (out, m_out, l_out, q_buffer, k_buffers, v_buffers, turned, merged.index(0), scratch.index(0),
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, cu_q, cu_k, sequences, tiles, scale,
                        0, HEADS, D, WIDTH, STAGES, PARTIAL)),
-            (_attend, (out, m_out, l_out, q_buffers, k_buffers, v_buffers, turned, merged, scratch.index(1),
+            (_attend, (out, m_out, l_out, q_buffer, k_buffers, v_buffers, turned, merged.index(1), scratch.index(1),
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, cu_q, cu_k, sequences, tiles, scale,
                        1, HEADS, D, WIDTH, STAGES, PARTIAL)),
-            (_copy, (q, k, v, q_buffers, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            (_copy, (q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      cu_q, cu_k, sequences, tiles, HEADS, KV_HEADS, D, WIDTH, STAGES)),
         ],
         [4, 1],
@@ -358,13 +382,11 @@ def attention(
     (tokens, heads, dim), sequences = q.shape, cu_q.shape[0] - 1
     tiles = tokens // 128 + sequences
     descriptors = []
-    for x, stride in zip((q, k, v), strides, strict=True):
-        layout = gl.NVMMASharedLayout.get_default_for([64, dim], gl.bfloat16)
-        descriptors.append(TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [stride, 1], [64, dim], layout))
-    programs = min(tiles * heads, multiprocessors(q.get_device()))
-    merged = torch.empty((2, programs, 2, 64, dim), dtype=torch.float32, device=q.device)
-    attention_kernel[(programs,)](
-        out, m, l, merged, *descriptors, cu_q, cu_k, sequences, tiles, scale,
+    for x, stride, rows in zip((q, k, v), strides, (128, 64, 64), strict=True):
+        layout = gl.NVMMASharedLayout.get_default_for([rows, dim], gl.bfloat16)
+        descriptors.append(TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [stride, 1], [rows, dim], layout))
+    attention_kernel[(min(tiles * heads, multiprocessors(q.get_device())),)](
+        out, m, l, *descriptors, cu_q, cu_k, sequences, tiles, scale,
         HEADS=heads, KV_HEADS=k.shape[1], D=dim, WIDTH=triton.next_power_of_2(sequences), STAGES=STAGES[dim],
         PARTIAL=KV_PARTIAL, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -174,8 +174,8 @@ def attention_backward(
     v_token = require_rows(op, "v", v, tokens, kv_heads, dim)
     dout_token = require_rows(op, "dout", dout, tokens, heads, dim)
     out_token = require_rows(op, "out", out, tokens, heads, dim)
-    require(op, "m", m, F32, tokens, heads)
-    require(op, "l", l, F32, tokens, heads)
+    for name, tensor in (("m", m), ("l", l)):
+        require(op, name, tensor, F32, tokens, heads)
     require(op, "cu", cu, I32, None)
     if dim not in HEAD_DIMS or heads % kv_heads:
         raise ShapeError(
@@ -185,8 +185,7 @@ def attention_backward(
     if not q.numel():
         return dq, dk, dv
     shape, sequences, rows = launch or launch_for(dim), cu.shape[0] - 1, tokens * heads
-    delta, inverse = torch.empty_like(m), torch.empty_like(l)
-    parts = torch.empty((2, tokens, heads, dim), dtype=F32, device=q.device)
+    delta, inverse, parts = torch.empty_like(m), torch.empty_like(l), m.new_empty((2, tokens, heads, dim))
     row_terms_kernel[(triton.cdiv(rows, 16),)](
         delta,
         inverse,

@@ -120,8 +120,8 @@ def linear_stats_kernel(
 
 
 def serves(h: torch.Tensor, h_stride: int, w: torch.Tensor) -> bool:
-    """Whether this kernel can copy the operands: whole steps of K, 16-byte rows."""
-    return h.shape[1] % BK == 0 and h_stride % 8 == 0 and (h.data_ptr() | w.data_ptr()) % 16 == 0 and h.shape[0] > 16
+    """Whether this kernel can copy the operands (whole steps of K, 16-byte rows) and has tokens enough for its tiles."""
+    return h.shape[1] % BK == 0 and h_stride % 8 == 0 and (h.data_ptr() | w.data_ptr()) % 16 == 0 and h.shape[0] > 64
 
 
 def linear_stats(

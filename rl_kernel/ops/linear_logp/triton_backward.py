@@ -54,9 +54,11 @@ def logit_gradient_kernel(
 def launch_for(tokens: int) -> tuple[int, int, int, int, int]:
     """BM, BN, BK, warps and stages of the fused head, a static table; tile shapes change no bit."""
     if tokens <= 16:
-        return 16, 64, 128, 4, 4
+        return 16, 64, 128, 4, 5
+    if tokens <= 32:
+        return 32, 64, 128, 4, 5
     if tokens <= 64:
-        return 64, 64, 128, 4, 4
+        return 64, 128, 64, 8, 6
     return 128, 128, 64, 8, 3
 
 
