@@ -1,5 +1,6 @@
 """What may change on a machine without changing a bit: instruction set, threads, floating-point flags, callers."""
 
+import subprocess
 import sys
 import threading
 import time
@@ -132,3 +133,24 @@ def test_other_python_threads_run_while_a_product_is_computed() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert sum(span[0] < t < span[1] for t in seen) > 10
+
+
+# The child calls nothing of torch that has threads: those would hang there.
+_FORK = """
+import os, signal, torch
+from rl_kernel.ops.gemm import cpu as gemm
+from tests.rl_kernel.cpu_draws import draw
+torch.set_num_threads(2)
+x, w = draw(1, 100, 600), draw(2, 900, 600)
+compute = lambda: gemm.gemm(x, w, out_dtype=torch.float32).numpy().tobytes()
+before = compute()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # a child that waits for threads it does not have is killed, and the test fails
+    os._exit(0 if compute() == before else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_computes_the_same_bits_with_threads_of_its_own() -> None:
+    assert subprocess.run([sys.executable, "-c", _FORK], check=False).returncode == 0

@@ -1,6 +1,5 @@
 #include "threads.h"
 
-#include <atomic>
 #include <cstdlib>
 #include <new>
 #if defined(__linux__)
@@ -9,6 +8,8 @@
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
+
+#include "thread_pool.h"
 
 namespace cpu {
 namespace {
@@ -31,18 +32,18 @@ struct Buffer {
 }  // namespace
 
 void run_tasks(int64_t tasks, int threads, void (*task)(void*, int64_t), void* context) {
-  if (threads > tasks) threads = int(tasks);
-  if (threads <= 1) {
+  // Every task runs under its thread's own guard: helpers of the pool belong to nobody.
+  struct Call {
+    void (*task)(void*, int64_t);
+    void* context;
+  } call{task, context};
+  const auto guarded = [](void* c, int64_t i) {
     DefaultFloats guard;
-    for (int64_t i = 0; i < tasks; ++i) task(context, i);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(threads)
-  {
-    DefaultFloats guard;
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(context, i);
-  }
+    static_cast<Call*>(c)->task(static_cast<Call*>(c)->context, i);
+  };
+  const int helpers = int(threads < tasks ? threads : tasks) - 1;
+  if (helpers > 0 && ThreadPool::instance().run(tasks, helpers, guarded, &call)) return;
+  for (int64_t i = 0; i < tasks; ++i) guarded(&call, i);
 }
 
 void* scratch(int slot, size_t bytes) {
