@@ -1,7 +1,7 @@
-"""Memory for what is streamed at every step, packed weights and key-value caches, on 2 MiB pages where Linux has them.
+"""Memory for packed weights, which are streamed at every step, on 2 MiB pages where Linux has them.
 
-Measured on Zen 5: one row through weights from memory at 39 GB/s a core instead of 30, decode attention over a cache of
-scattered blocks in 0.75 of the time; with 4 KiB pages the page walks are what one waits for.
+Measured on Zen 5: one row through weights from memory at 39 GB/s a core instead of 30. With 4 KiB pages the page walks
+are what one waits for.
 """
 
 import contextlib
@@ -9,8 +9,6 @@ import mmap
 import threading
 
 import torch
-
-from rl_kernel.ops.tensors import extension
 
 PAGE = 2 << 20
 _CHUNK = 32 << 20
@@ -55,11 +53,3 @@ def empty(words: int) -> torch.Tensor:
                 piece = _chunk.take(size)
     assert piece is not None
     return piece.view(torch.int32)
-
-
-def collapse(x: torch.Tensor) -> None:
-    """Move the memory of a CPU tensor, a KV cache say, to huge pages in place; its bits and address stay.
-
-    Best effort: nothing happens where the kernel cannot (Linux before 6.1) or has no free huge page.
-    """
-    extension.collapse_pages(x.data_ptr(), x.untyped_storage().nbytes() - x.storage_offset() * x.element_size())

@@ -13,7 +13,6 @@
 #include "gemm.h"
 #include "pack.h"
 #include "rows.h"
-#include "threads.h"
 #include "vocab.h"
 
 namespace nb = nanobind;
@@ -218,7 +217,6 @@ NB_MODULE(_cpu, m) {
   bind_rows(m);
   bind_attention(m);
   bind_vocab(m);
-  m.def("collapse_pages", [](Address data, size_t bytes) { collapse_pages(at<void>(data), bytes); }, Release());
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use: avx512, avx2 or plain.");
   m.def("force_isa", [](std::optional<std::string> name) { force_isa(name ? name->c_str() : nullptr); },
         nb::arg("name").none(), "Use this instruction set from now on; None chooses the widest. Changes no bit.");

@@ -2,9 +2,6 @@
 
 #include <cstdlib>
 #include <new>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -56,16 +53,6 @@ void* scratch(int slot, size_t bytes) {
     if (!buffer.data) throw std::bad_alloc();
   }
   return buffer.data;
-}
-
-void collapse_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
-#if defined(__linux__)
-#ifndef MADV_COLLAPSE
-  constexpr int MADV_COLLAPSE = 25;  // Linux 6.1; older headers lack it
-#endif
-  const uintptr_t page = 4096, first = (uintptr_t(data) + page - 1) / page * page, end = (uintptr_t(data) + bytes) / page * page;
-  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_COLLAPSE);
-#endif
 }
 
 }  // namespace cpu

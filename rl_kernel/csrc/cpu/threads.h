@@ -25,7 +25,4 @@ T* scratch_of(int slot, int64_t count) {
   return static_cast<T*>(scratch(slot, size_t(count) * sizeof(T)));
 }
 
-// Moves [data, data + bytes) to huge pages in place, where the kernel can; best effort.
-void collapse_pages(void* data, size_t bytes);
-
 }  // namespace cpu
