@@ -19,7 +19,7 @@ FORBIDDEN_NAMES = {"utils", "helpers", "common", "manager", "misc", "util"}
 
 
 def _sources(*suffixes):
-    for top in (*PACKAGES, "tests"):
+    for top in (*PACKAGES, "deploy", "tests"):
         for file in sorted((ROOT / top).rglob("*")):
             if file.suffix in suffixes and "_pb2" not in file.name:
                 yield file

@@ -11,7 +11,7 @@ _RATE = "[$__rate_interval]"
 def build() -> dashboard.Dashboard:
     """The dashboard."""
     page = board("rlk-auditor", "RL auditor", "Ingest, lag, recompute and storage of the auditor itself.")
-    for part in (_state, _ingest, _recompute, _storage):
+    for part in (_state, _ingest, _sides, _recompute, _storage):
         page = part(page)
     return page
 
@@ -86,6 +86,12 @@ def _ingest(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 stacked=True,
             )
         )
+    )
+
+
+def _sides(page: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        page.with_row(dashboard.Row("The two sides"))
         .with_panel(
             lines(
                 "Seconds since a side reported",

@@ -7,11 +7,20 @@ from deploy.grafana.panels import AUDITOR, RAY, Query, board, lines
 
 def build() -> dashboard.Dashboard:
     """The dashboard."""
-    each = "max by (run_id, numerics) (ray_rl_{}{{{}}})"
+    page = board("rlk-job", "RL job", "What the job says of itself, through Ray's metrics, with the auditor's finding.")
+    for part in (_learning, _speed, _records):
+        page = part(page)
+    return page
+
+
+def _each(name: str) -> list[Query]:
+    return [Query(f"max by (run_id, numerics) (ray_rl_{name}{{{RAY}}})", "{{numerics}} {{run_id}}")]
+
+
+def _learning(page: dashboard.Dashboard) -> dashboard.Dashboard:
     return (
-        board("rlk-job", "RL job", "What the job says of itself, through Ray's metrics, with the auditor's finding.")
-        .with_row(dashboard.Row("Learning"))
-        .with_panel(lines("Reward", [Query(each.format("reward", RAY), "{{numerics}} {{run_id}}")], "Mean of a step."))
+        page.with_row(dashboard.Row("Learning"))
+        .with_panel(lines("Reward", _each("reward"), "Mean of a step."))
         .with_panel(
             lines(
                 "Mismatched tokens",
@@ -24,7 +33,12 @@ def build() -> dashboard.Dashboard:
                 "Since the run began, by the auditor.",
             )
         )
-        .with_row(dashboard.Row("Speed"))
+    )
+
+
+def _speed(page: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        page.with_row(dashboard.Row("Speed"))
         .with_panel(
             lines(
                 "Seconds of a step by phase",
@@ -47,25 +61,24 @@ def build() -> dashboard.Dashboard:
                 unit="cps",
             )
         )
-        .with_panel(lines("Step", [Query(each.format("step", RAY), "{{numerics}} {{run_id}}")], "Last finished."))
+        .with_panel(lines("Step", _each("step"), "Last finished."))
         .with_panel(
             lines(
                 "Weight version",
-                [Query(each.format("weight_version", RAY), "{{numerics}} {{run_id}}")],
+                _each("weight_version"),
                 "That the next step samples from.",
             )
         )
-        .with_row(dashboard.Row("Records for the auditor"))
-        .with_panel(
-            lines(
-                "Records by what became of them",
-                [
-                    Query(
-                        f"max by (run_id, side, state) (ray_rl_audit_records{{{RAY}}})", "{{side}} {{state}} {{run_id}}"
-                    )
-                ],
-                "spooled: wait on disk. dropped: lost, and an alert.",
-                span=24,
-            )
+    )
+
+
+def _records(page: dashboard.Dashboard) -> dashboard.Dashboard:
+    query = f"max by (run_id, side, state) (ray_rl_audit_records{{{RAY}}})"
+    return page.with_row(dashboard.Row("Records for the auditor")).with_panel(
+        lines(
+            "Records by what became of them",
+            [Query(query, "{{side}} {{state}} {{run_id}}")],
+            "spooled: wait on disk. dropped: lost, and an alert.",
+            span=24,
         )
     )
