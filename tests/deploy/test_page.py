@@ -173,6 +173,27 @@ def test_text_keeps_its_contrast_in_light_and_in_dark(auditor: AuditorProcess, s
             assert page.evaluate(CONTRAST) == []
 
 
+def test_a_run_that_goes_on_shows_its_new_steps_by_itself_and_not_under_a_hand(tmp_path: Path) -> None:
+    with running_auditor(tmp_path) as process, browser() as page:
+        client = AuditClient(process.grpc, "live", spool_dir=tmp_path / "spool", queue_size=8)
+
+        def report(step: int) -> None:
+            for record in pair("0", run_id="live", step=step):
+                client.submit_rollout(record) if record.side == "rollout" else client.submit_trainer(record)
+            assert client.flush(10).queued == 0
+
+        report(0)
+        page.goto(f"http://{process.http}/#/run/live")
+        page.get_by_role("link", name="0", exact=True).wait_for()
+        report(1)
+        page.get_by_role("link", name="1", exact=True).wait_for(timeout=20_000)
+        page.get_by_text("The curves as a table").click()
+        report(2)
+        page.wait_for_timeout(7_000)
+        assert page.locator("details[open]").count() == 1
+        client.close()
+
+
 def test_an_empty_ledger_says_so(tmp_path: Path) -> None:
     with running_auditor(tmp_path) as process, browser() as page:
         page.goto(f"http://{process.http}/")

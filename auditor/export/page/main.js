@@ -47,7 +47,8 @@ async function show(keepFocus = false) {
   const mine = ++current;
   const { view, trail, parts, query } = route();
   crumbs(trail);
-  state.textContent = "loading";
+  // A view that renews itself does so without a word.
+  state.textContent = keepFocus ? "" : "loading";
   let content;
   try {
     content = await view({ parts, query, refresh: () => mine === current && show(true) });
