@@ -1,8 +1,8 @@
 """Attention forward on Hopper, warp-specialised: one warp copies, two warpgroups hold 64 queries each.
 
 The bits are those of `triton_kernel`: the same blocks, partials and chains. What differs is time: the sums of one block
-run while the exponentials of the next are computed, and the warpgroups take turns at the tensor cores. Programs stay
-and walk the tiles, longest first. R sequences, H query heads, G kv heads, D head_dim.
+run while the exponentials of the next are computed, and each warpgroup works while the other waits. Programs stay and
+walk the tiles, longest first. R sequences, H query heads, G kv heads, D head_dim.
 """
 
 import torch
@@ -105,66 +105,68 @@ def _softmax(s, m, scale, opens, seen, MASKED: gl.constexpr):  # type: ignore[no
 
 
 @gluon.jit
-def _values_that_are_not_finite(acc, p, seen, weights, values, scratch, O: gl.constexpr, P: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return acc plus p times the values of a masked block of which some are infinite or NaN; see triton_kernel.not_finite."""
-    wide = values.to(gl.float32)
-    odd = (wide - wide) != 0.0
-    code = gl.where(wide == float("inf"), 1.0, gl.where(wide == NEG_INF, 256.0, gl.where(odd, 65536.0, 0.0)))
+def _with_values_that_are_not_finite(
+    acc, p, seen, weights, v_buffer, scratch, parked_at, O: gl.constexpr, P: gl.constexpr, V: gl.constexpr
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Return acc plus p times the values of a masked block of which some are infinite or NaN, as triton_kernel does.
+
+    acc waits in the L2 meanwhile: with it and the counts, the whole kernel would run out of registers.
+    """
+    gl.store(parked_at, acc)
     some = gl.convert_layout(gl.where(seen & (p > 0.0), 1.0, 0.0).to(gl.bfloat16), P)
     none = gl.convert_layout(gl.where(seen & (p == 0.0), 1.0, 0.0).to(gl.bfloat16), P)
-    count = gl.zeros(acc.shape, gl.float32, O)
+    wide = v_buffer.load(V).to(gl.float32)
+    odd = (wide - wide) != 0.0
+    code = gl.where(wide == float("inf"), 1.0, gl.where(wide == NEG_INF, 256.0, gl.where(odd, 65536.0, 0.0)))
     scratch.store(code.to(gl.bfloat16))
     fence_async_shared()
-    count = warpgroup_mma(some, scratch, count)
-    scratch.store(gl.where(odd, 65536.0, 0.0).to(gl.bfloat16))
+    count = warpgroup_mma(some, scratch, gl.zeros(acc.shape, gl.float32, O))
+    wide = v_buffer.load(V).to(gl.float32)
+    scratch.store(gl.where((wide - wide) != 0.0, 65536.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     count = warpgroup_mma(none, scratch, count).to(gl.int32)
     plus, minus = (count & 255) > 0, ((count >> 8) & 255) > 0
     infinite = gl.where(plus, float("inf"), gl.where(minus, NEG_INF, 0.0))
-    acc += gl.where((count > 65535) | (plus & minus), float("nan"), infinite)
-    scratch.store(gl.where(odd, 0.0, wide).to(gl.bfloat16))
+    infinite = gl.where((count > 65535) | (plus & minus), float("nan"), infinite)
+    wide = v_buffer.load(V).to(gl.float32)
+    scratch.store(gl.where((wide - wide) != 0.0, 0.0, wide).to(gl.bfloat16))
     fence_async_shared()
-    return warpgroup_mma(weights, scratch, acc)
+    return warpgroup_mma(weights, scratch, gl.load(parked_at) + infinite)
 
 
 @gluon.jit
 def _blocks_in_full(
-    m, l_done, acc_done, m_all, l_all, count, rounds, full, queries, buffers, bars, scale,
-    HALF: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
+    m, l_done, acc_done, m_all, l_all, count, full, queries, buffers, bars, scale,
+    D: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """The first `full` > 0 blocks, which every row of this half sees. m, l, acc: the open partial; m_all, l_all and
-    `merged`: those before it. count, rounds: blocks and turns so far.
+    `merged`: those before it. count: blocks so far.
     """
     k_buffers, v_buffers, ones, merged, _scratch = buffers
-    k_full, k_empty, v_full, v_empty, turns = bars
+    k_full, k_empty, v_full, v_empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
     PO: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=L, k_width=2)
-    FIRST: gl.constexpr = 1 - HALF  # the first turn of the first half is there from the start
     per_partial: gl.constexpr = PARTIAL // BLOCK
     empty_scores = gl.zeros((HALF_ROWS, BLOCK), gl.float32, S)
     mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1)
     these_keys = k_buffers.index(count % STAGES).permute((1, 0))
     s = warpgroup_mma(queries, these_keys, empty_scores, use_acc=False)
     mbarrier.arrive(k_empty.index(count % STAGES))
-    p, unused, m = _softmax(s, m, scale, True, True, False)
+    p, _unused, m = _softmax(s, m, scale, True, True, False)
     weights = p.to(gl.bfloat16)
     mbarrier.wait(k_full.index((count + 1) % STAGES), ((count + 1) // STAGES) & 1, pred=full > 1)
     for block in range(1, full):
         # The scores of this block and the sums of the one before run while the exponentials are computed.
         slot, after = count % STAGES, (count + 1) % STAGES
-        # The halves take turns: while the products of one run, the other has its exponentials to do.
-        mbarrier.wait(turns.index(HALF), (rounds & 1) ^ FIRST)
         next_keys = k_buffers.index(after).permute((1, 0))
         scores = warpgroup_mma(queries, next_keys, empty_scores, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
         weights_o, weights_l = gl.convert_layout(weights, PO), gl.convert_layout(weights, PL)
         acc = warpgroup_mma(weights_o, v_buffers.index(slot), acc_done, is_async=True)
         l = warpgroup_mma(weights_l, ones, l_done, is_async=True)
-        mbarrier.arrive(turns.index(1 - HALF))
-        rounds += 1
         s = warpgroup_mma_wait(num_outstanding=2, deps=(scores,))
         mbarrier.arrive(k_empty.index(after))
         opens = block % per_partial == 0
@@ -191,17 +193,17 @@ def _blocks_in_full(
     l_done = warpgroup_mma(gl.convert_layout(weights, PL), ones, l_done)
     mbarrier.arrive(v_empty.index(slot))
     count += 1
-    return m, l_done, acc_done, m_all, l_all, count, rounds
+    return m, l_done, acc_done, m_all, l_all, count
 
 
 @gluon.jit
 def _masked_blocks(
-    m, l_done, acc_done, m_all, l_all, count, first_block, end_block, last, queries, buffers, bars, scale,
+    m, l_done, acc_done, m_all, l_all, count, first_block, end_block, last, queries, buffers, bars, parked, scale,
     D: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Blocks first_block .. end_block on the diagonal; last[rows]: the last key that each row sees."""
     k_buffers, v_buffers, ones, merged, scratch = buffers
-    k_full, k_empty, v_full, v_empty, _turns = bars
+    k_full, k_empty, v_full, v_empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
@@ -231,10 +233,13 @@ def _masked_blocks(
         weights = p.to(gl.bfloat16)
         weights_o = gl.convert_layout(weights, PO)
         mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
-        values = v_buffers.index(slot).load(V)
-        odd = (values.to(gl.int16, bitcast=True) & 0x7F80) == 0x7F80
+        odd = (v_buffers.index(slot).load(V).to(gl.int16, bitcast=True) & 0x7F80) == 0x7F80
         if gl.max(gl.max(odd.to(gl.int32), 1), 0) > 0:
-            acc_done = _values_that_are_not_finite(acc_done, p, seen, weights_o, values, scratch, O, PO)
+            parked_at = parked + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, O))[:, None] * D
+            parked_at += gl.arange(0, D, gl.SliceLayout(0, O))[None, :]
+            acc_done = _with_values_that_are_not_finite(
+                acc_done, p, seen, weights_o, v_buffers.index(slot), scratch, parked_at, O, PO, V
+            )
         else:
             acc_done = warpgroup_mma(weights_o, v_buffers.index(slot), acc_done)
         l_done = warpgroup_mma(gl.convert_layout(weights, PL), ones, l_done)
@@ -263,8 +268,8 @@ def _store(
 
 @gluon.jit
 def _attend(
-    out, m_out, l_out, q_buffer, k_buffers, v_buffers, ones, merged, scratch,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, cu_q, cu_k, sequences, tiles, scale,
+    out, m_out, l_out, parked, q_buffer, k_buffers, v_buffers, ones, merged, scratch,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
@@ -272,8 +277,8 @@ def _attend(
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
     queries = q_buffer.slice(HALF * HALF_ROWS, HALF_ROWS)
-    FIRST: gl.constexpr = 1 - HALF  # the first turn of the first half is there from the start
-    count, turn, rounds = 0, 0, 0
+    parked += (gl.program_id(0) * 2 + HALF) * HALF_ROWS * D
+    count, turn = 0, 0
     for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
         head = work % HEADS
         start, length, first, _key_start, keys = _tile(cu_q, cu_k, sequences, tiles - 1 - work // HEADS, WIDTH, 4)
@@ -282,7 +287,6 @@ def _attend(
             # This half's own last block, and the blocks that each of its rows sees in full.
             mine = max(1, gl.cdiv(min(keys, keys - length + first + (HALF + 1) * HALF_ROWS), BLOCK))
             full = min((keys - length + first + HALF * HALF_ROWS + 1) // BLOCK, mine)
-            most = min((keys - length + first + HALF_ROWS + 1) // BLOCK, max(1, end))
             row = first + HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, S))
             last = keys - length + row
             m = gl.full((HALF_ROWS,), NEG_INF, gl.float32, gl.SliceLayout(1, S))
@@ -292,19 +296,14 @@ def _attend(
             acc_done, l_done = gl.zeros((HALF_ROWS, D), gl.float32, O), l_all
             mbarrier.wait(q_full, turn & 1)
             buffers = (k_buffers, v_buffers, ones, merged, scratch)
-            bars = (k_full, k_empty, v_full, v_empty, turns)
+            bars = (k_full, k_empty, v_full, v_empty)
             if full > 0:
-                m, l_done, acc_done, m_all, l_all, count, rounds = _blocks_in_full(
-                    m, l_done, acc_done, m_all, l_all, count, rounds, full, queries, buffers, bars, scale,
-                    HALF, D, STAGES, PARTIAL,
+                m, l_done, acc_done, m_all, l_all, count = _blocks_in_full(
+                    m, l_done, acc_done, m_all, l_all, count, full, queries, buffers, bars, scale,
+                    D, STAGES, PARTIAL,
                 )  # fmt: skip
-            # The second half sees no fewer blocks in full; the first passes on the turns that it has no use for.
-            for _ in range(max(1, full), max(1, most)):
-                mbarrier.wait(turns.index(HALF), (rounds & 1) ^ FIRST)
-                mbarrier.arrive(turns.index(1 - HALF))
-                rounds += 1
             m, l_done, acc_done, m_all, l_all, count = _masked_blocks(
-                m, l_done, acc_done, m_all, l_all, count, full, mine, last, queries, buffers, bars, scale,
+                m, l_done, acc_done, m_all, l_all, count, full, mine, last, queries, buffers, bars, parked, scale,
                 D, STAGES, PARTIAL,
             )  # fmt: skip
             # Blocks that only the other half sees are handed back once they have arrived, to keep the turns in step.
@@ -324,11 +323,14 @@ def _attend(
 
 @gluon.jit
 def attention_kernel(
-    out, m_out, l_out, q, k, v, cu_q, cu_k, sequences, tiles, scale,
+    out, m_out, l_out, parked, q, k, v, cu_q, cu_k, sequences, tiles, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """out[T,H,D], m and l[T,H]; q, k, v: descriptors of [T,H*D] and [T',G*D]. tiles: no fewer than there are."""
+    """out[T,H,D], m and l[T,H]; q, k, v: descriptors of [T,H*D] and [T',G*D]. tiles: no fewer than there are.
+
+    parked: fp32, 128*D a program.
+    """
     q_buffer = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], q.layout)
     k_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], k.layout)
     v_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK, D], v.layout)
@@ -346,9 +348,6 @@ def attention_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
-    for half in gl.static_range(2):
-        mbarrier.init(turns.index(half), count=1)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)
     for slot in gl.static_range(STAGES):
@@ -360,11 +359,11 @@ def attention_kernel(
     turned = ones.permute((1, 0))
     gl.warp_specialize(
         [
-            (_attend, (out, m_out, l_out, q_buffer, k_buffers, v_buffers, turned, merged.index(0), scratch.index(0),
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, cu_q, cu_k, sequences, tiles, scale,
+            (_attend, (out, m_out, l_out, parked, q_buffer, k_buffers, v_buffers, turned, merged.index(0), scratch.index(0),
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
                        0, HEADS, D, WIDTH, STAGES, PARTIAL)),
-            (_attend, (out, m_out, l_out, q_buffer, k_buffers, v_buffers, turned, merged.index(1), scratch.index(1),
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, cu_q, cu_k, sequences, tiles, scale,
+            (_attend, (out, m_out, l_out, parked, q_buffer, k_buffers, v_buffers, turned, merged.index(1), scratch.index(1),
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
                        1, HEADS, D, WIDTH, STAGES, PARTIAL)),
             (_copy, (q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      cu_q, cu_k, sequences, tiles, HEADS, KV_HEADS, D, WIDTH, STAGES)),
@@ -385,8 +384,10 @@ def attention(
     for x, stride, rows in zip((q, k, v), strides, (128, 64, 64), strict=True):
         layout = gl.NVMMASharedLayout.get_default_for([rows, dim], gl.bfloat16)
         descriptors.append(TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [stride, 1], [rows, dim], layout))
-    attention_kernel[(min(tiles * heads, multiprocessors(q.get_device())),)](
-        out, m, l, *descriptors, cu_q, cu_k, sequences, tiles, scale,
+    programs = min(tiles * heads, multiprocessors(q.get_device()))
+    parked = torch.empty((programs, 128, dim), dtype=torch.float32, device=q.device)
+    attention_kernel[(programs,)](
+        out, m, l, parked, *descriptors, cu_q, cu_k, sequences, tiles, scale,
         HEADS=heads, KV_HEADS=k.shape[1], D=dim, WIDTH=triton.next_power_of_2(sequences), STAGES=STAGES[dim],
         PARTIAL=KV_PARTIAL, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
