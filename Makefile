@@ -7,7 +7,7 @@ CONFIG ?= deploy/configs/demo.yaml
 PIP := $(BIN)/pip --disable-pip-version-check
 BUILD_TOOLS := scikit-build-core==1.1.2 nanobind==3.1.0 cmake ninja
 
-.PHONY: setup build model demo test lint bench clean ops-tools dashboards tour
+.PHONY: setup build model demo test lint bench gpu-build test-gpu bench-gpu clean ops-tools dashboards tour
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt
@@ -42,6 +42,18 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m tests.bench
+
+# On a machine with an H100 or H200: GPU_PYTHON has torch for CUDA, Triton 3.6, pytest-xdist, cmake and nanobind.
+GPU_PYTHON ?= python3
+gpu-build:
+	$(GPU_PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
+
+test-gpu: gpu-build
+	$(GPU_PYTHON) -m pytest -q -n 7 -k cuda tests/contracts/test_equal_bits.py tests/contracts/test_laws.py
+	$(GPU_PYTHON) -m pytest -q -n 8 tests/gpu
+
+bench-gpu: gpu-build
+	$(GPU_PYTHON) -m tests.bench.gpu_bench --json docs/results/h200-bench.json
 
 # Prometheus, Alertmanager, Chromium, Helm: what the tests in tests/deploy run. Debian packages need root.
 ops-tools: setup

@@ -1,0 +1,93 @@
+"""The Hopper kernels in Gluon, compiled without a GPU: they fit, and their matrix products run asynchronously.
+
+The assembler serialises wgmma, and only says so, when registers run out or an accumulator is touched too early; the
+bits stay the same and half the speed is gone. So what it says is the test.
+"""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+SHARED_MEMORY = 227 * 1024
+
+
+def descriptor(*shape: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
+    return f"tensordesc<bf16[{','.join(map(str, shape))}],{layout!r}>"
+
+
+def attention(dim: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    from rl_kernel.ops.attention import gluon_kernel as op
+
+    types = dict.fromkeys(("m_out", "l_out", "parked"), "*fp32") | dict.fromkeys(("cu_q", "cu_k"), "*i32")
+    types |= {"out": "*bf16", "q": descriptor(128, dim), "k": descriptor(64, dim), "v": descriptor(64, dim)}
+    types |= {"sequences": "i32", "tiles": "i32", "scale": "fp32"}
+    return op.attention_kernel, types, {
+        "HEADS": 32, "KV_HEADS": 8, "D": dim, "WIDTH": 16, "STAGES": op.STAGES[dim], "PARTIAL": 1024,
+    }  # fmt: skip
+
+
+def product(segments: int, rows_of_b: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    from rl_kernel.ops import gluon_matmul as op
+
+    types = {"y": "*bf16", "parked": "*fp32", "a": descriptor(op.BM, op.BK), "m": "i32", "n": "i32", "steps": "i32"}
+    types["b"] = descriptor(op.BN, op.BK) if rows_of_b else descriptor(op.BK, op.BN)
+    return op.gemm_tree_kernel, types, {
+        "SEGMENTS": segments, "BM": op.BM, "BN": op.BN, "BK": op.BK, "STAGES": op.STAGES, "GROUP": op.GROUP,
+        "ROWS_OF_B": rows_of_b, "FP32": False,
+    }  # fmt: skip
+
+
+def head(heated: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    from rl_kernel.ops.linear_logp import gluon_kernel as op
+
+    types = dict.fromkeys(
+        ("tokens", "width", "steps", "vocab_start", "vocab", "tiles", "token_stride", "tile_stride"), "i32"
+    )
+    types |= dict.fromkeys(("m", "s", "z_target"), "*fp32") | {"target": "*i64", "temperature": "fp32"}
+    types |= {"h": descriptor(op.BM, op.BK), "w": descriptor(op.BN, op.BK)}
+    return op.linear_stats_kernel, types, {
+        "BM": op.BM, "BN": op.BN, "BK": op.BK, "STAGES": op.STAGES, "GROUP": op.GROUP, "HEATED": heated,
+    }  # fmt: skip
+
+
+CASES = {
+    "attention-64": lambda: attention(64),
+    "attention-128": lambda: attention(128),
+    "product-2": lambda: product(2, True),
+    "product-8": lambda: product(8, True),
+    "product-8-dx": lambda: product(8, False),
+    "head": lambda: head(False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_it_fits_and_no_wgmma_is_serialised(case: str, tmp_path: Path) -> None:
+    kernel, types, constants = CASES[case]()
+    names = kernel.arg_names
+    pointers = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
+    source = GluonASTSource(
+        kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        pointers,
+    )
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+    command = [PTXAS, "-arch=sm_90a", "--fmad=false", "-v", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "serialized" not in said, said
