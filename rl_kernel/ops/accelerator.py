@@ -84,17 +84,18 @@ class PackedWeight:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return self.w.shape[0], self.w.shape[1]
+        n, k = self.w.shape
+        return n, k
 
     @property
     def n(self) -> int:
         """Output features."""
-        return self.w.shape[0]
+        return self.shape[0]
 
     @property
     def k(self) -> int:
         """Input features."""
-        return self.w.shape[1]
+        return self.shape[1]
 
     def unpack(self) -> torch.Tensor:
         """Return w[N,K] bf16; not a copy."""

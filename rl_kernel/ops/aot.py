@@ -84,7 +84,8 @@ def _products() -> Iterator[Kernel]:
         bm, bn, bk, warps, stages = shapes[m]
         yield _kernel(
             module, "gemm_kernel", types.format("", "").replace("  ", " "), warps, stages, matrix=True,
-            ak=1, bk=1, LEVELS=levels, BM=bm, BN=bn, BK=bk, GROUP=8, EVEN=True, FEW=bm == 16, FP32=False, CONTINUE=False,
+            ak=1, bk=1, LEVELS=levels, BM=bm, BN=bn, BK=bk, GROUP=8, EVEN=True, FEW=bm == 16,
+            FP32=False, CONTINUE=False,
         )  # fmt: skip
     # dx: w[N,K] as it lies, n summed. dw: both operands transposed, the chain continues from the main gradient.
     yield _kernel(
@@ -107,7 +108,8 @@ def _attention() -> Iterator[Kernel]:
         group = 3 if dim == 64 else 4
         yield _kernel(
             _ATTENTION, "attention_kernel", forward, warps, stages, matrix=True, exp2=True,
-            HEADS=8 * group, KV_HEADS=8, D=dim, PACK=pack, ROWS=rows, WIDTH=16, PARTIAL=1024, PAGE=page, SPLIT=split, TMA=False,
+            HEADS=8 * group, KV_HEADS=8, D=dim, PACK=pack, ROWS=rows, WIDTH=16, PARTIAL=1024, PAGE=page, SPLIT=split,
+            TMA=False,
         )  # fmt: skip
     yield _kernel(
         _ATTENTION, "merge_kernel", "*bf16 *fp32 *fp32 *fp32 *i32 *i32 i32 i32", 1, exp2=True,
@@ -131,13 +133,14 @@ def _logp() -> Iterator[Kernel]:
     for bm, bn, bk, warps, stages in ((16, 64, 128, 4, 4), (128, 128, 64, 8, 3)):
         tile = {"BM": bm, "BN": bn, "BK": bk, "EVEN": True, "HEATED": True}
         yield _kernel(
-            _LOGP, "linear_stats_kernel", "*fp32 *fp32 *fp32 *bf16 *bf16 *i64 fp32 i32 i32:16 i32 i32 i32:16 i32 i32 i32 i32 i32",
+            _LOGP, "linear_stats_kernel",
+            "*fp32 *fp32 *fp32 *bf16 *bf16 *i64 fp32 i32 i32:16 i32 i32 i32:16 i32 i32 i32 i32 i32",
             warps, stages, matrix=True, exp2=True, **tile,
         )  # fmt: skip
         yield _kernel(
             "rl_kernel.ops.linear_logp.triton_backward", "logit_gradient_kernel",
-            "*bf16 *bf16 *bf16 *i64 *fp32 *fp32 fp32 i32 i32:16 i32 i32 i32:16 i32 i32:16", warps, stages, matrix=True, exp2=True,
-            **tile,
+            "*bf16 *bf16 *bf16 *i64 *fp32 *fp32 fp32 i32 i32:16 i32 i32 i32:16 i32 i32:16", warps, stages, matrix=True,
+            exp2=True, **tile,
         )  # fmt: skip
     yield _kernel(
         _LOGP, "merge_kernel", "*fp32 *fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32", 1, exp2=True,
@@ -188,8 +191,9 @@ def _rows() -> Iterator[Kernel]:
     embedding = "rl_kernel.ops.embedding.triton_kernel"
     yield _kernel(embedding, "embedding_kernel", "*bf16 *i64 *bf16 i32 i32:16", 4, BLOCK=1024)
     yield _kernel(embedding, "embedding_dw_kernel", "*fp32 *bf16 *i64 *i64 i32 i32 i32:16", 4, BLOCK=1024)
-    residual = "rl_kernel.ops.residual_add.triton_kernel"
-    yield _kernel(residual, "residual_add_kernel", "*bf16 *bf16 *bf16 i32", 4, BLOCK=2048)
+    yield _kernel(
+        "rl_kernel.ops.residual_add.triton_kernel", "residual_add_kernel", "*bf16 *bf16 *bf16 i32", 4, BLOCK=2048
+    )
     yield _kernel("rl_kernel.ops.triton_tree", "tree_sum_kernel", "*bf16 *fp32 i32", 4, RANKS=8, BLOCK=1024, FP32=False)
 
 

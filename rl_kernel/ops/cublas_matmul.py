@@ -1,4 +1,4 @@
-"""cuBLASLt with split-K refused: the k-groups of the sm90 MMA model in one ascending chain, which are the contract's bits."""
+"""cuBLASLt with split-K refused: the sm90 MMA model's k-groups in one ascending chain, the contract's bits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

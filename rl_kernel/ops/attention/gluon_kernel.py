@@ -359,10 +359,12 @@ def attention_kernel(
     turned = ones.permute((1, 0))
     gl.warp_specialize(
         [
-            (_attend, (out, m_out, l_out, parked, q_buffer, k_buffers, v_buffers, turned, merged.index(0), scratch.index(0),
+            (_attend, (out, m_out, l_out, parked, q_buffer, k_buffers, v_buffers, turned,
+                       merged.index(0), scratch.index(0),
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
                        0, HEADS, D, WIDTH, STAGES, PARTIAL)),
-            (_attend, (out, m_out, l_out, parked, q_buffer, k_buffers, v_buffers, turned, merged.index(1), scratch.index(1),
+            (_attend, (out, m_out, l_out, parked, q_buffer, k_buffers, v_buffers, turned,
+                       merged.index(1), scratch.index(1),
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, cu_q, cu_k, sequences, tiles, scale,
                        1, HEADS, D, WIDTH, STAGES, PARTIAL)),
             (_copy, (q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty,

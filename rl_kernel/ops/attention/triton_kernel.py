@@ -238,7 +238,7 @@ def merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Rows of a tile, heads that share it, warps, stages, and whether partials run side by side. No bit depends on it."""
+    """Rows of a tile, heads that share it, warps, stages, partials side by side or not. No bit depends on it."""
 
     rows: int
     pack: int
@@ -269,7 +269,7 @@ def _offsets(op: str, name: str, cu: torch.Tensor) -> int:
     require(op, name, cu, I32, None)
     if not cu.shape[0]:
         raise ShapeError(f"{op}: {name} is empty; it must hold one offset more than there are sequences")
-    return cu.shape[0] - 1
+    return int(cu.shape[0]) - 1
 
 
 def attention(

@@ -9,7 +9,7 @@ cuBLASLt stores 0x7fff, not 0x7fc0; every op that follows stores the one NaN aga
 import torch
 
 from rl_kernel.ops import cublas_matmul, gluon_matmul
-from rl_kernel.ops.accelerator import BF16, F32, PackedWeight, pack
+from rl_kernel.ops.accelerator import BF16, PackedWeight, pack
 from rl_kernel.ops.gemm.triton_kernel import checked, gemm_dw_
 from rl_kernel.ops.triton_matmul import product
 

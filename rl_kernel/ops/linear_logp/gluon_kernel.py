@@ -96,7 +96,7 @@ def linear_stats_kernel(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     HEATED: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """h, w: descriptors of [T,K] and of the `width` rows of the weight that this call covers; vocab counts from them."""
+    """h, w: descriptors of [T,K] and of the `width` rows of the weight of this call, from which vocab counts."""
     a_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], h.layout)
     b_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BK], w.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -120,7 +120,7 @@ def linear_stats_kernel(
 
 
 def serves(h: torch.Tensor, h_stride: int, w: torch.Tensor) -> bool:
-    """Whether this kernel can copy the operands (whole steps of K, 16-byte rows) and has tokens enough for its tiles."""
+    """Whether this kernel can copy the operands (whole steps of K, 16-byte rows) and the tokens fill its tiles."""
     return h.shape[1] % BK == 0 and h_stride % 8 == 0 and (h.data_ptr() | w.data_ptr()) % 16 == 0 and h.shape[0] > 64
 
 

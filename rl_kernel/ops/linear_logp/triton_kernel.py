@@ -290,7 +290,7 @@ def _difference(z: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 def vocab_stats(
     logits: torch.Tensor, temperature: torch.Tensor, *, vocab_start: int, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits[T,Vshard], temperature[T] fp32 → per tile the maximum m[T,tiles] and the sum of exponentials s[T,tiles]."""
+    """logits[T,Vshard], temperature[T] fp32 → per tile the maximum m[T,tiles] and the sum s[T,tiles]."""
     require("vocab_stats", "logits", logits, F32, None, None)
     tokens, width = logits.shape
     require("vocab_stats", "temperature", temperature, F32, tokens)

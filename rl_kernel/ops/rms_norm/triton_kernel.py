@@ -75,7 +75,7 @@ def rms_norm_held_kernel(
         if RESIDUAL:
             other = tl.load(residual + at + c * LANES, mask=here, other=0.0)
             value = narrow(value.to(tl.float32) + other.to(tl.float32))
-        values = values + (value,)  # noqa: RUF005  (Triton has no starred tuples)
+        values = values + (value,)
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     for c in tl.static_range(CHUNKS):
         value = values[c].to(tl.float32)
@@ -92,7 +92,8 @@ def rms_norm_held_kernel(
 
 @triton.jit
 def rms_norm_dx_kernel(
-    dx, rstd, dy, x, w, rows, inner, dy_stride, x_stride, n, eps, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr
+    dx, rstd, dy, x, w, rows, inner, dy_stride, x_stride, n, eps,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """dx, and 1/rms of every row for the dw kernel."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

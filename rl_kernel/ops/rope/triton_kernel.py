@@ -14,7 +14,7 @@ def rope_kernel(
     y, x, cos, sin, positions, rows, heads, stride, table,
     HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """One program rotates ROWS of the T*H rows; WIDTH is HALF rounded up to a power of two, stride that of x's tokens."""
+    """One program rotates ROWS of the T*H rows; WIDTH: HALF, rounded up to a power of two; stride: of x's tokens."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, WIDTH)
     here = (row[:, None] < rows) & (i[None, :] < HALF)
