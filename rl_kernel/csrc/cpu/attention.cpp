@@ -34,7 +34,8 @@ class Task {
     float* memory = scratch_of<float>(0, floats * span_.heads);
     uint32_t* words = scratch_of<uint32_t>(1, shape_.words());
     HeadRows* heads = scratch_of<HeadRows>(2, span_.heads);
-    for (int64_t h = 0; h < span_.heads; ++h) load_queries(*new (heads + h) HeadRows(shape_, memory + h * floats, words), h);
+    for (int64_t h = 0; h < span_.heads; ++h)
+      load_queries(*new (heads + h) HeadRows(shape_, memory + h * floats, words), h);
     for (int64_t first = 0; first < end_; first += args_.kv_partial) {
       for (int64_t h = 0; h < span_.heads; ++h) heads[h].start_partial(first);
       for (int64_t k0 = first; k0 < std::min(end_, first + args_.kv_partial); k0 += kBlock) block(heads, k0, after);

@@ -29,15 +29,15 @@ struct Attention {
   int64_t heads, kv_heads, dim, sequences;
   const bf16* q;
   int64_t q_token;
-  KvRows k, v;                 // of kv head 0; `table` is the table of sequence 0, or null
-  int64_t table_row = 0;       // entries between the tables of two sequences
-  const int32_t* cu_q;         // [sequences + 1]
-  const int32_t* cu_k;         // [sequences + 1] offsets into k and v; null when paged
-  const int32_t* seq_lens;     // [sequences] keys of each sequence; null when contiguous
-  float scale;                 // fp32(log2(e) / sqrt(dim))
+  KvRows k, v;              // of kv head 0; `table` is the table of sequence 0, or null
+  int64_t table_row = 0;    // entries between the tables of two sequences
+  const int32_t* cu_q;      // [sequences + 1]
+  const int32_t* cu_k;      // [sequences + 1] offsets into k and v; null when paged
+  const int32_t* seq_lens;  // [sequences] keys of each sequence; null when contiguous
+  float scale;              // fp32(log2(e) / sqrt(dim))
   int64_t kv_partial;
-  bf16* out;                   // [T, heads, dim]
-  float* m = nullptr;          // [T, heads], both or neither
+  bf16* out;           // [T, heads, dim]
+  float* m = nullptr;  // [T, heads], both or neither
   float* l = nullptr;
 };
 

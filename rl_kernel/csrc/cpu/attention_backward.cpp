@@ -21,9 +21,15 @@ struct Matrix {
 class Head {
  public:
   Head(const AttentionBackward& args, int64_t sequence, int64_t kv_head)
-      : args_(args), t0_(args.cu[sequence]), n_(args.cu[sequence + 1] - t0_), kv_head_(kv_head),
-        group_(args.heads / args.kv_heads), dim_(args.dim), wide_((dim_ + kLanes - 1) / kLanes * kLanes),
-        blocks_((n_ + kBlock - 1) / kBlock), size_(n_ * wide_) {}
+      : args_(args),
+        t0_(args.cu[sequence]),
+        n_(args.cu[sequence + 1] - t0_),
+        kv_head_(kv_head),
+        group_(args.heads / args.kv_heads),
+        dim_(args.dim),
+        wide_((dim_ + kLanes - 1) / kLanes * kLanes),
+        blocks_((n_ + kBlock - 1) / kBlock),
+        size_(n_ * wide_) {}
 
   void run() {
     const int64_t buffers = TreeStack::buffers(group_);
@@ -67,7 +73,8 @@ class Head {
       kernels().pack_rows(k_rows_, kBlock, k_at, keys, kBlock, dim_);
       kernels().pack_rows(v_rows_, kBlock, v_at, keys, kBlock, dim_);
       kernels().pack_columns(k_columns_, wide_, k_at, dim_, wide_, keys);
-      nonfinite_ = nonfinite_head_ || std::any_of(k_at, k_at + keys, [&](const bf16* x) { return any_nonfinite(x, dim_); });
+      nonfinite_ =
+          nonfinite_head_ || std::any_of(k_at, k_at + keys, [&](const bf16* x) { return any_nonfinite(x, dim_); });
       for (int64_t i = j; i < blocks_; ++i) tile(h, i, j, keys);
     }
     store(args_.dq, dq_, args_.heads, h, args_.scale);
@@ -111,11 +118,13 @@ class Head {
   }
 
   // The diagonal tile where a masked +0 would meet an infinity or a NaN: each row keeps to its own range.
-  void masked_products(int64_t rows, int64_t keys, const uint32_t* q, const uint32_t* dout, float* dq, float* dk, float* dv) {
+  void masked_products(int64_t rows, int64_t keys, const uint32_t* q, const uint32_t* dout, float* dq, float* dk,
+                       float* dv) {
     const int vectors = int(wide_ / kLanes);
     const bool resume = dq != dq_;
     for (int64_t r = 0; r < rows; ++r)
-      kernels().tile(1, vectors, 0, r + 1, dp_ + r * kBlock, kBlock, 1, k_columns_, wide_, dq + r * wide_, wide_, resume);
+      kernels().tile(1, vectors, 0, r + 1, dp_ + r * kBlock, kBlock, 1, k_columns_, wide_, dq + r * wide_, wide_,
+                     resume);
     for (int64_t c = 0; c < keys; ++c) {
       const int64_t at = c * kBlock + c;
       kernels().tile(1, vectors, c, rows, s_ + at, 1, kBlock, dout, wide_, dv + c * wide_, wide_, false);

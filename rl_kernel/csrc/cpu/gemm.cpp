@@ -26,7 +26,8 @@ Blocking blocking(const Product& p, int threads) {
   b.rows = std::min(b.rows, p.m);
   // Few rows: the weights stream past once, so leave the stream whole.
   b.depth = p.m <= 2 ? p.k : p.m <= 8 ? 4 * kDepth : kDepth;
-  const int64_t panels = panels_of(p.n), sum = b.rows * kPanel * int64_t(sizeof(float)) * TreeStack::buffers(p.segments);
+  const int64_t panels = panels_of(p.n),
+                sum = b.rows * kPanel * int64_t(sizeof(float)) * TreeStack::buffers(p.segments);
   const int64_t wanted = 4 * threads;  // tasks, for balance against whatever else runs on the machine
   const int64_t for_balance = std::max<int64_t>(1, panels * b.row_tasks / wanted);
   b.panels = std::clamp<int64_t>(std::min(for_balance, kSumBytes / sum), 1, 16);
@@ -37,8 +38,12 @@ Blocking blocking(const Product& p, int threads) {
 class Task {
  public:
   Task(const Product& p, const Blocking& b, int64_t index)
-      : p_(p), depth_(b.depth), m0_(index % b.row_tasks * b.rows), rows_(std::min(b.rows, p.m - m0_)),
-        panel0_(index / b.row_tasks * b.panels), panels_(std::min(b.panels, panels_of(p.n) - panel0_)),
+      : p_(p),
+        depth_(b.depth),
+        m0_(index % b.row_tasks * b.rows),
+        rows_(std::min(b.rows, p.m - m0_)),
+        panel0_(index / b.row_tasks * b.panels),
+        panels_(std::min(b.panels, panels_of(p.n) - panel0_)),
         size_(panels_ * rows_ * kPanel) {}
 
   void run() {
@@ -74,8 +79,8 @@ class Task {
       for (int64_t r = 0; r < rows_; ++r) kernels().widen(a + r * ld, p_.a + (m0_ + r) * p_.lda + k0, k1 - k0);
     const int64_t row = p_.a_is_k_major ? 1 : ld, along_k = p_.a_is_k_major ? ld : 1, pairs = pairs_of(p_.k);
     for (int64_t i = 0; i < panels_; ++i)
-      kernels().tile(rows_, kPanel / kLanes, k0, k1, a, row, along_k, p_.panels + (panel0_ + i) * pairs * kPanel, kPanel,
-                     sums + i * rows_ * kPanel, kPanel, resume);
+      kernels().tile(rows_, kPanel / kLanes, k0, k1, a, row, along_k, p_.panels + (panel0_ + i) * pairs * kPanel,
+                     kPanel, sums + i * rows_ * kPanel, kPanel, resume);
   }
 
   template <class F>

@@ -41,9 +41,7 @@ void accumulate_bf16(float* sum, const bf16* x, int64_t n) {
   vectors_of(n, [=](int64_t i, int w) { store32(sum + i, canonical(add(load32(sum + i, w), load16(x + i, w))), w); });
 }
 void add_zero_scale(bf16* out, const float* x, float scale, int64_t n) {
-  vectors_of(n, [=](int64_t i, int w) {
-    store16(out + i, mul(add(load32(x + i, w), set1(0.0f)), set1(scale)), w);
-  });
+  vectors_of(n, [=](int64_t i, int w) { store16(out + i, mul(add(load32(x + i, w), set1(0.0f)), set1(scale)), w); });
 }
 void scale_row(float* x, float by, int64_t n) {
   vectors_of(n, [=](int64_t i, int w) { store32(x + i, mul(load32(x + i, w), set1(by)), w); });
@@ -92,9 +90,8 @@ void rms_norm(bf16* y, const bf16* x, const bf16* residual, bf16* sum, const bf1
     x = sum;
   }
   const vf r = set1(inverse_rms(lane_dot(x, x, n), n, eps));
-  vectors_of(n, [=](int64_t i, int k) {
-    store16(y + i, mul(round_bf16(mul(load16(x + i, k), r)), load16(w + i, k)), k);
-  });
+  vectors_of(n,
+             [=](int64_t i, int k) { store16(y + i, mul(round_bf16(mul(load16(x + i, k), r)), load16(w + i, k)), k); });
 }
 
 float rms_norm_dx(bf16* dx, const bf16* dy, const bf16* x, const bf16* w, int64_t n, float eps) {

@@ -123,9 +123,11 @@ void tile_unpacked(int64_t rows, int vectors, int64_t depth, const float* a, int
     for (int64_t r = 0; r < rows; r += most) {
       const int64_t n = rows - r < most ? rows - r : most;
       if (wide)
-        dispatch_unpacked<most, kMaxVectors>(n, depth, a + r * row, row, b_rows, v * cpu::kLanes, c + r * ldc + v * cpu::kLanes, ldc, resume);
+        dispatch_unpacked<most, kMaxVectors>(n, depth, a + r * row, row, b_rows, v * cpu::kLanes,
+                                             c + r * ldc + v * cpu::kLanes, ldc, resume);
       else
-        dispatch_unpacked<most, 1>(n, depth, a + r * row, row, b_rows, v * cpu::kLanes, c + r * ldc + v * cpu::kLanes, ldc, resume);
+        dispatch_unpacked<most, 1>(n, depth, a + r * row, row, b_rows, v * cpu::kLanes, c + r * ldc + v * cpu::kLanes,
+                                   ldc, resume);
     }
     v += wide ? kMaxVectors : 1;
   }

@@ -33,18 +33,18 @@ struct Kernels {
 
   // The same for a few rows and all of a block's keys, with b(k, column) = b_rows[k][column] where it lies: packing
   // would cost more than it saves. The chain runs over k in [0, depth).
-  void (*tile_unpacked)(int64_t rows, int vectors, int64_t depth, const float* a, int64_t row, const bf16* const* b_rows,
-                        float* c, int64_t ldc, bool resume);
+  void (*tile_unpacked)(int64_t rows, int vectors, int64_t depth, const float* a, int64_t row,
+                        const bf16* const* b_rows, float* c, int64_t ldc, bool resume);
   // See pack.h: a block of `width` columns, n of them present, whose rows of words lie ld apart.
   void (*pack_rows)(uint32_t* out, int64_t ld, const bf16* const* rows, int64_t n, int64_t width, int64_t k);
   void (*pack_columns)(uint32_t* out, int64_t ld, const bf16* const* rows, int64_t n, int64_t width, int64_t k);
 
   void (*widen)(float* out, const bf16* x, int64_t n);
-  void (*narrow)(bf16* out, const float* x, int64_t n);           // rounds to nearest even, NaN -> 0x7fc0
-  void (*canonical)(float* out, const float* x, int64_t n);       // copies, NaN -> 0x7fc00000
+  void (*narrow)(bf16* out, const float* x, int64_t n);      // rounds to nearest even, NaN -> 0x7fc0
+  void (*canonical)(float* out, const float* x, int64_t n);  // copies, NaN -> 0x7fc00000
   void (*add)(float* out, const float* a, const float* b, int64_t n);
   void (*add_bf16)(bf16* out, const bf16* a, const bf16* b, int64_t n);
-  void (*accumulate_bf16)(float* sum, const bf16* x, int64_t n);  // sum <- canonical(sum + x)
+  void (*accumulate_bf16)(float* sum, const bf16* x, int64_t n);              // sum <- canonical(sum + x)
   void (*add_zero_scale)(bf16* out, const float* x, float scale, int64_t n);  // bf16((x + 0) * scale)
 
   // y = norm(x)*w; with a residual, x+residual is rounded into `sum` first and normalised instead of x.
@@ -78,7 +78,8 @@ struct Kernels {
   void (*merge_tiles)(const float* m, const float* s, int64_t count, float* top, float* sum);
   void (*add_zero)(bf16* out, const bf16* x, int64_t n);  // bf16(x + 0)
   // d[j] = bf16((onehot - p) * c) for n ids that all count; `target` is an index into them or out of range.
-  void (*logit_gradient)(bf16* d, const float* logits, int64_t n, int64_t target, float temperature, float lse, float c);
+  void (*logit_gradient)(bf16* d, const float* logits, int64_t n, int64_t target, float temperature, float lse,
+                         float c);
 };
 
 extern const Kernels kPlain;

@@ -37,8 +37,8 @@ inline float ln(float x) {
   i = (i & 0x7fffff) + 0x3f3504f3;
   std::memcpy(&f, &i, sizeof f);
   f -= 1.0f;
-  const float tail[] = {-1.1514610310e-1f, 1.1676998740e-1f,  -1.2420140846e-1f, 1.4249322787e-1f,
-                        -1.6668057665e-1f, 2.0000714765e-1f,  -2.4999993993e-1f, 3.3333331174e-1f};
+  const float tail[] = {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
+                        -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
   float square = f * f, q = 7.0376836292e-2f;
   for (float c : tail) q = fma1(q, f, c);
   float y = (f * square) * q;

@@ -23,8 +23,8 @@ void pack_columns(uint32_t* out, const bf16* w, int64_t n, int64_t k, int64_t ld
     for (int64_t panel = 0; panel < panels_of(n); ++panel) {
       const bf16* rows[step * 2];
       for (int64_t i = k0; i < k1; ++i) rows[i - k0] = w + i * ldw + panel * kPanel;
-      kernels().pack_columns(out + (panel * pairs + k0 / 2) * kPanel, kPanel, rows, std::min<int64_t>(kPanel, n - panel * kPanel),
-                         kPanel, k1 - k0);
+      kernels().pack_columns(out + (panel * pairs + k0 / 2) * kPanel, kPanel, rows,
+                             std::min<int64_t>(kPanel, n - panel * kPanel), kPanel, k1 - k0);
     }
   });
 }

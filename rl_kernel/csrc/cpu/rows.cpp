@@ -25,16 +25,17 @@ void rms_norm(bf16* y, RowView x, const bf16* residual, bf16* sum, const bf16* w
               int threads) {
   chunks(rows, n, threads, [&](int64_t r0, int64_t r1) {
     for (int64_t r = r0; r < r1; ++r)
-      kernels().rms_norm(y + r * n, x.row(r, n), residual ? residual + r * n : nullptr, residual ? sum + r * n : nullptr, w,
-                         n, eps);
+      kernels().rms_norm(y + r * n, x.row(r, n), residual ? residual + r * n : nullptr,
+                         residual ? sum + r * n : nullptr, w, n, eps);
   });
 }
 
-void rms_norm_backward(bf16* dx, float* dw, int64_t groups, RowView dy, RowView x, const bf16* w, int64_t rows, int64_t n,
-                       float eps, int threads) {
+void rms_norm_backward(bf16* dx, float* dw, int64_t groups, RowView dy, RowView x, const bf16* w, int64_t rows,
+                       int64_t n, float eps, int threads) {
   std::vector<float> inverse(rows);
   chunks(rows, n, threads, [&](int64_t r0, int64_t r1) {
-    for (int64_t r = r0; r < r1; ++r) inverse[r] = kernels().rms_norm_dx(dx + r * n, dy.row(r, n), x.row(r, n), w, n, eps);
+    for (int64_t r = r0; r < r1; ++r)
+      inverse[r] = kernels().rms_norm_dx(dx + r * n, dy.row(r, n), x.row(r, n), w, n, eps);
   });
   // Rows in order, so columns are what threads may share.
   constexpr int64_t width = 128;

@@ -15,8 +15,8 @@ struct RowView {
 
 void rms_norm(bf16* y, RowView x, const bf16* residual, bf16* sum, const bf16* w, int64_t rows, int64_t n, float eps,
               int threads);
-void rms_norm_backward(bf16* dx, float* dw, int64_t groups, RowView dy, RowView x, const bf16* w, int64_t rows, int64_t n,
-                       float eps, int threads);
+void rms_norm_backward(bf16* dx, float* dw, int64_t groups, RowView dy, RowView x, const bf16* w, int64_t rows,
+                       int64_t n, float eps, int threads);
 void rope(bf16* out, const bf16* x, int64_t token, const float* cos, const float* sin, const int64_t* positions,
           int64_t tokens, int64_t heads, int64_t dim, float sign, int threads);
 void swiglu(bf16* y, const bf16* x, int64_t rows, int64_t n, int threads);

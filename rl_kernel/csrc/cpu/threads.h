@@ -14,8 +14,9 @@ void run_tasks(int64_t tasks, int threads, void (*task)(void*, int64_t), void* c
 template <class F>
 void parallel_for(int64_t tasks, int threads, F&& f) {
   using Task = std::remove_reference_t<F>;
-  run_tasks(tasks, threads, [](void* context, int64_t i) { (*static_cast<Task*>(context))(i); },
-            const_cast<void*>(static_cast<const void*>(std::addressof(f))));
+  run_tasks(
+      tasks, threads, [](void* context, int64_t i) { (*static_cast<Task*>(context))(i); },
+      const_cast<void*>(static_cast<const void*>(std::addressof(f))));
 }
 
 // 64-byte aligned memory of the calling thread, kept for its next task; `slot` names one of a few live buffers.

@@ -17,7 +17,8 @@ inline vf from_bits(__m256i lo, __m256i hi) { return {_mm256_castsi256_ps(lo), _
 // All ones in the lanes below n.
 inline vf first(int n) {
   const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return from_bits(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), index), _mm256_cmpgt_epi32(_mm256_set1_epi32(n - 8), index));
+  return from_bits(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), index),
+                   _mm256_cmpgt_epi32(_mm256_set1_epi32(n - 8), index));
 }
 
 inline vf set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

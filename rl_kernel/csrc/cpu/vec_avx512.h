@@ -84,7 +84,9 @@ inline vf odds(vf a, vf b) { return {_mm512_shuffle_ps(a.v, b.v, 0xdd)}; }
 inline float lane0(vf a) { return _mm512_cvtss_f32(a.v); }
 
 // Low halves of even above the low halves of odd: one packed row out of two widened ones.
-inline vf interleaved(vf even, vf odd) { return from_bits(_mm512_or_si512(bits(odd), _mm512_srli_epi32(bits(even), 16))); }
+inline vf interleaved(vf even, vf odd) {
+  return from_bits(_mm512_or_si512(bits(odd), _mm512_srli_epi32(bits(even), 16)));
+}
 
 // 16 x 16 words: r[i] lane j <-> r[j] lane i.
 inline void transpose(vf* r) {

@@ -20,9 +20,9 @@ void logp_from_logits(float* logp, float* lse, const float* logits, int64_t widt
 struct Head {
   const bf16* h;
   int64_t ldh, rows, k;
-  const bf16* w;             // natural layout; null if `panels` is given
-  const uint32_t* panels;    // pack_rows(w); null: packed here, a stretch at a time
-  const int64_t* target;     // [rows] absolute ids
+  const bf16* w;           // natural layout; null if `panels` is given
+  const uint32_t* panels;  // pack_rows(w); null: packed here, a stretch at a time
+  const int64_t* target;   // [rows] absolute ids
   float temperature;
   int64_t width, vocab_start, vocab;
 };

@@ -23,7 +23,8 @@ int64_t stretch_width(int64_t rows) {
 class Logits {
  public:
   Logits(const Head& head, int64_t most)
-      : head_(head), logits_(new float[head.rows * most]),
+      : head_(head),
+        logits_(new float[head.rows * most]),
         packed_(head.panels ? nullptr : new uint32_t[packed_words(most, head.k)]) {}
 
   // logits of ids [first, first + width) of this shard, rows `width` apart.
@@ -33,8 +34,14 @@ class Logits {
       panels = head_.panels + first / kPanel * pairs_of(head_.k) * kPanel;
     else
       pack_rows(packed_.get(), head_.w + first * head_.k, width, head_.k, head_.k, threads);
-    multiply({.m = head_.rows, .n = width, .k = head_.k, .a = head_.h, .lda = head_.ldh, .panels = panels,
-              .out32 = logits_.get(), .ldo = width},
+    multiply({.m = head_.rows,
+              .n = width,
+              .k = head_.k,
+              .a = head_.h,
+              .lda = head_.ldh,
+              .panels = panels,
+              .out32 = logits_.get(),
+              .ldo = width},
              threads);
     return logits_.get();
   }
@@ -67,12 +74,13 @@ void linear_vocab_stats(float* m, float* s, float* z, const Head& head, int thre
 namespace {
 
 // dlogits[rows][width] of ids [first, first + width) of the shard.
-void gradients(bf16* dlogits, const float* logits, const Head& head, const float* dlogp, const float* lse, int64_t first,
-               int64_t width, int threads) {
+void gradients(bf16* dlogits, const float* logits, const Head& head, const float* dlogp, const float* lse,
+               int64_t first, int64_t width, int threads) {
   const int64_t counted = std::clamp<int64_t>(head.vocab - head.vocab_start - first, 0, width);
   parallel_for(head.rows, threads, [&](int64_t r) {
-    kernels().logit_gradient(dlogits + r * width, logits + r * width, counted, head.target[r] - head.vocab_start - first,
-                             head.temperature, lse[r], dlogp[r] / head.temperature);
+    kernels().logit_gradient(dlogits + r * width, logits + r * width, counted,
+                             head.target[r] - head.vocab_start - first, head.temperature, lse[r],
+                             dlogp[r] / head.temperature);
     std::fill(dlogits + r * width + counted, dlogits + (r + 1) * width, bf16(0));
   });
 }
@@ -84,7 +92,8 @@ void linear_logp_backward(bf16* dh16, float* dh32, float* main_grad, const Head&
   const int64_t length = head.width / segments, most = std::min(stretch_width(head.rows), length), k = head.k;
   Logits logits(head, most);
   std::unique_ptr<bf16[]> dlogits(new bf16[head.rows * most]);
-  std::unique_ptr<uint32_t[]> w_panels(new uint32_t[packed_words(k, most)]), h_panels(new uint32_t[packed_words(k, head.rows)]);
+  std::unique_ptr<uint32_t[]> w_panels(new uint32_t[packed_words(k, most)]),
+      h_panels(new uint32_t[packed_words(k, head.rows)]);
   const int64_t size = head.rows * k;
   std::unique_ptr<float[]> sums(new float[size * TreeStack::buffers(segments)]);
   pack_columns(h_panels.get(), head.h, k, head.rows, head.ldh, threads);
@@ -96,12 +105,27 @@ void linear_logp_backward(bf16* dh16, float* dh32, float* main_grad, const Head&
       const int64_t width = std::min(most, begin + length - first);
       gradients(dlogits.get(), logits.compute(first, width, threads), head, dlogp, lse, first, width, threads);
       if (main_grad)
-        multiply({.m = width, .n = k, .k = head.rows, .a = dlogits.get(), .lda = width, .a_is_k_major = true,
-                  .panels = h_panels.get(), .out32 = main_grad + first * k, .ldo = k, .resume = true},
+        multiply({.m = width,
+                  .n = k,
+                  .k = head.rows,
+                  .a = dlogits.get(),
+                  .lda = width,
+                  .a_is_k_major = true,
+                  .panels = h_panels.get(),
+                  .out32 = main_grad + first * k,
+                  .ldo = k,
+                  .resume = true},
                  threads);
       pack_columns(w_panels.get(), head.w + first * k, k, width, k, threads);
-      multiply({.m = head.rows, .n = k, .k = width, .a = dlogits.get(), .lda = width, .panels = w_panels.get(),
-                .out32 = sum, .ldo = k, .resume = first > begin},
+      multiply({.m = head.rows,
+                .n = k,
+                .k = width,
+                .a = dlogits.get(),
+                .lda = width,
+                .panels = w_panels.get(),
+                .out32 = sum,
+                .ldo = k,
+                .resume = first > begin},
                threads);
     }
     tree.push(sums.get(), size);
