@@ -39,7 +39,7 @@ class Row:
 
 
 def measure(*sides: list[Op], replays: int = 15) -> list[float]:
-    """Median microseconds a call of each side, whose CUDA graphs are replayed in turn so that the clocks are the same."""
+    """Median microseconds a call of each side; their CUDA graphs are replayed in turn, at the same clocks."""
     graphs = [_captured(calls) for calls in sides]
     times: list[list[float]] = [[] for _ in sides]
     for _ in range(replays):
