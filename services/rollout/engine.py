@@ -148,7 +148,10 @@ class RolloutEngine:
         return [Evidence.of(fields) for fields in self._llm.collective_rpc("evidence")]
 
     def close(self) -> None:
-        """Stop vLLM and whatever processes it started."""
+        """Stop vLLM and whatever processes it started.
+
+        In process, vLLM's communication groups belong to the process: another engine there ends with this one.
+        """
         self._llm.llm_engine.engine_core.shutdown()
 
     def _run(self, prompts: Sequence[tuple[int, ...]], parameters: list[Any]) -> list[Any]:
