@@ -1,5 +1,6 @@
 """A run from start to end: the parts are made and wired here, and taken down in the reverse order."""
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from services.weights import WeightStore, confirm
 
 _FIRST_VERSION = 1
 _READY_SECONDS = 10.0
+_LOOK_AGAIN = "127.0.0.1:9464"
 _VERDICT_SECONDS = 5.0
 
 
@@ -65,7 +67,7 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
     folder = resume or RunFolder.create(config)
     memory = PeakMemory()
     with Report(config.run.steps, start.next_step if start else 0) as report, ExitStack() as stack:
-        report.say(f"run {folder.run_id} in {folder.path}")
+        report.say(f"run {folder.run_id} in {_shown(folder.path)}")
         auditor, access = _auditor(config, folder, stack, report)
         run = _open(config, model, task, folder, start, access, stack, report)
         weights = _first_weights(run, model)
@@ -92,7 +94,7 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
         peak=memory.stop(),
         auditor_restarts=auditor.restarts if auditor else 0,
     )
-    return _conclude(summary, folder, report, alert)
+    return conclude(summary, folder, report, alert)
 
 
 def _auditor(
@@ -214,18 +216,29 @@ def _settle(run: Run) -> tuple[Counts, Verdicts]:
     return counts, run.api.settle(samples, max(0.0, deadline - time.monotonic())) or Verdicts()
 
 
-def _conclude(summary: Summary, folder: RunFolder, report: Report, alert: str | None) -> int:
+def conclude(summary: Summary, folder: RunFolder, report: Report, alert: str | None) -> int:
+    """Write the summary, say what it says, and return the exit code: 1 if a strict run is not clean."""
     summary.write(folder.path)
     folder.point_latest()
     report.summary(summary.rows())
     for name in ("summary.json", "plot.png", "ledger.sqlite"):
         if (folder.path / name).exists():
-            report.say(f"{folder.path / name}")
+            report.say(_shown(folder.path / name))
+    ledger = folder.path / "ledger.sqlite"
+    if ledger.exists():
+        # Our own auditor has ended with the run; its page, API and metrics are one command away.
+        command = f"{_shown(Path(sys.executable))} -m auditor.main --ledger {_shown(ledger)} --http {_LOOK_AGAIN}"
+        report.say(f"look again: {command}, then http://{_LOOK_AGAIN}")
     if alert:
         report.say(alert)
     for fault in summary.faults():
         report.say(f"NOT CLEAN: {fault}")
     return 1 if summary.faults() else 0
+
+
+def _shown(path: Path) -> str:
+    """As a person would write it from here."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _weights_root(config: Config, folder: RunFolder) -> Path:
