@@ -4,11 +4,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
+from auditor.causes.evidence import Evidence, Suggestion
 
 
 def filler(evidence: Evidence) -> Iterator[Suggestion]:
-    """A log-probability of exactly 0 where the reference's is not near it."""
+    """A log-probability of exactly 0 where the reference's is not near it.
+
+    Never certain: a filter that keeps one token gives it exactly 0 too, and is then the better explanation.
+    """
     zero = (evidence.found == 0.0) & evidence.differs & (evidence.truth < -1e-6)
     differing = int(evidence.differs.sum())
     if not zero.any() or differing == 0:
@@ -18,7 +21,7 @@ def filler(evidence: Evidence) -> Iterator[Suggestion]:
     last = at.size == 1 and at[0] == len(zero) - 1
     yield Suggestion(
         "filler",
-        CERTAIN if share == 1.0 else 0.5 + 0.4 * share,
+        0.5 + 0.4 * share,
         f"exactly 0.0 at {at.size} of {differing} differing tokens, first at {int(at[0])}"
         + (" (the last token, as a forced end would have it)" if last else "")
         + f"; the reference has {evidence.truth[at[0]]:.4f} there",

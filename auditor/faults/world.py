@@ -26,8 +26,11 @@ TINY: Final = DecoderConfig(
     model_type="qwen3", vocab=331, hidden=160, intermediate=224, layers=2, heads=4, kv_heads=2, head_dim=32,
     rms_norm_eps=1e-6, rope_theta=10_000.0, rope_scaling=None, max_position=2048, tied=False,
 )  # fmt: skip
-# Kept when drawing, so that a filter put on one side afterwards never excludes a token that was drawn.
+# Kept when drawing, so that a filter put on one side afterwards never excludes a token that was drawn; an engine that
+# filters never draws such a token either.
 _DRAWN_TOP_K: Final = 12
+_DRAWN_TOP_P: Final = 0.85
+_DRAWN_MIN_P: Final = 0.05
 _TILE: Final = 64
 
 
@@ -126,8 +129,11 @@ class World:
         head = decoder.weights["model.embed_tokens.weight" if decoder.config.tied else "lm_head.weight"]
         logits = decoder.reference.gemm_fp32(hidden[ends], head)[:, : decoder.config.vocab]
         for i, row in zip(members, logits, strict=True):
-            likely = np.argsort(-row)[:_DRAWN_TOP_K]
-            weight = np.exp((row[likely] - row[likely[0]]).astype(np.float64) / heats[i])
+            ordered = np.argsort(-row)
+            weight = np.exp((row[ordered] - row[ordered[0]]).astype(np.float64) / heats[i])
+            before = np.cumsum(weight) - weight
+            kept = (before < _DRAWN_TOP_P * weight.sum()) & (weight >= _DRAWN_MIN_P)
+            likely, weight = ordered[kept][:_DRAWN_TOP_K], weight[kept][:_DRAWN_TOP_K]
             rows[i] = np.append(rows[i], self.random.choice(likely, p=weight / weight.sum()))
 
     def _moved(self, weights: dict[str, Bits]) -> dict[str, Bits]:
