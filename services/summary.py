@@ -48,6 +48,10 @@ class Summary:
             (total.not_comparable, f"{total.not_comparable} samples are not comparable: {counts(total.by_condition)}"),
             (failed := total.by_reference.get("failed", 0), f"{failed} samples could not be recomputed"),
             (total.compared_tokens == 0, "nothing was compared"),
+            (
+                (waiting := total.by_reference.get("queued", 0)) and not total.recomputed_tokens,
+                f"the reference has recomputed nothing yet; {waiting} samples wait for it",
+            ),
             (judged + total.not_comparable < self.samples, f"only {judged} of {self.samples} samples were compared"),
         ]
         return [text for is_so, text in found if is_so]

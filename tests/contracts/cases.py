@@ -78,6 +78,9 @@ def row_cases() -> Iterator[Case]:
         ids, table = np.array([4, 0, 4, 9]), bf16(1, 10, 33, kind=kind)
         yield Case(f"embedding-{kind}", "embedding", (ids, table))
         yield Case(f"embedding_dw-{kind}", "embedding_dw", (fp32(2, 10, 33), bf16(3, 4, 33, kind=kind), ids))
+    many = bf16(6, 300, 16, 64)
+    yield Case("rope-300x16", "rope", (many, *_ROPE, np.arange(300)))
+    yield Case("embedding-minus-zero", "embedding", (np.array([1, 0]), np.full((2, 5), 0x8000, np.uint16)))
     for ranks in (1, 2, 3, 4, 8):
         yield Case(f"tree_sum-{ranks}", "tree_sum", (fp32(1, ranks, 5, 7, scale=1e3),))
 

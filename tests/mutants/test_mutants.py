@@ -9,19 +9,20 @@ import pytest
 from rl_kernel.compare import compare_bits
 from rl_kernel.contracts import model_contract
 from rl_kernel.ops import strict_plan
-from rl_kernel.reference.ops import F32, I32, Bits, narrow, widen
+from rl_kernel.reference.ops import F32, I32, I64, Bits, narrow, widen
 from tests.contracts import laws
 from tests.contracts.cases import Case, all_cases
 from tests.contracts.draws import offsets
+from tests.contracts.plain import lane_dot
 from tests.contracts.subjects import BackendSubject, ReferenceSubject
 
 
 class Mutant(ReferenceSubject):
     """The reference with one op broken."""
 
-    @property
-    def name(self) -> str:
-        return type(self).__name__
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = type(self).__name__
 
 
 class SplitKForFewRows(Mutant):
@@ -75,24 +76,28 @@ class SequentialNormSum(Mutant):
 
 
 class UnroundedNorm(Mutant):
-    """RMSNorm that skips the rounding to bf16 before the weight."""
+    """RMSNorm that skips the rounding to bf16 before the weight; everything else as the contract has it."""
 
     def rms_norm(self, x: Bits, w: Bits, eps: float) -> Bits:
-        ones = np.full_like(w, 0x3F80)
-        return narrow(
-            (widen(x) / (widen(x) / np.where(x == 0, 1, widen(self.law.rms_norm(x, ones, eps)))))
-            * widen(w)
-            * np.float32(1.0001)
-        )
+        values, weight = widen(x), widen(w)
+        rows = []
+        for row in values:
+            mean = np.float32(lane_dot(row, row) / np.float32(len(row)))
+            rows.append(row * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * weight)
+        return narrow(np.array(rows))
 
 
 class MaskedMaximum(Mutant):
-    """The running maximum sees keys that the mask hides: attention over the whole sequence's blocks."""
+    """Keys that the causal mask hides take part in the running maximum and in the sums, with a weight of zero."""
 
     def attention(self, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
         out, m, l = self.law.attention(q, k, v, cu_q, cu_k)
-        hidden_nan = (k == 0x7FC0).any()
-        return (np.full_like(out, 0x7FC0) if hidden_nan else out), m, l
+        for i in range(len(q)):
+            hidden = slice(len(k) - len(q) + i + 1, None)
+            with np.errstate(invalid="ignore"):  # the hidden value's NaN or infinity, times nothing
+                touched = (widen(v[hidden]) * np.float32(0)).sum() + (widen(k[hidden]) * np.float32(0)).sum()
+            out[i] = narrow(widen(out[i]) + touched)
+        return out, m, l
 
 
 class StaleLastBlock(Mutant):
@@ -123,6 +128,97 @@ class SplitKvByChunk(Mutant):
             total = sum(widen(o[0]) * w[..., None] for o, w in zip(outs, weight, strict=True))
             results.append(narrow((total / (weight[0] + weight[1])[..., None]).astype(np.float32)))
         return np.concatenate(results), None, None
+
+
+class UnfusedRotation(Mutant):
+    """RoPE whose products are all rounded before they are added."""
+
+    def rope(self, x: Bits, cos: F32, sin: F32, positions: I64, *, inverse: bool = False) -> Bits:
+        c, s = cos[positions][:, None], (-sin if inverse else sin)[positions][:, None]
+        x1, x2 = np.split(widen(x), 2, axis=-1)
+        return narrow(np.concatenate([x1 * c - x2 * s, x2 * c + x1 * s], axis=-1))
+
+
+class ActivationRoundedFirst(Mutant):
+    """SwiGLU that rounds silu(g) to bf16 before it meets u, as two kernels in a row would."""
+
+    def swiglu(self, x: Bits) -> Bits:
+        ones = np.full_like(x[:, : x.shape[1] // 2], 0x3F80)
+        silu = self.law.swiglu(np.concatenate([x[:, : x.shape[1] // 2], ones], axis=1))
+        return narrow(widen(silu) * widen(x[:, x.shape[1] // 2 :]))
+
+
+class TruncatedResidual(Mutant):
+    """The residual sum cut to bf16 instead of rounded."""
+
+    def residual_add(self, a: Bits, b: Bits) -> Bits:
+        return ((widen(a) + widen(b)).view(np.uint32) >> 16).astype(np.uint16)
+
+
+class SignedZeroEmbedding(Mutant):
+    """The table's -0 passes through."""
+
+    def embedding(self, ids: I64, w: Bits) -> Bits:
+        return w[ids]
+
+
+class UnorderedEmbeddingGradient(Mutant):
+    """Rows of one id are summed among themselves first."""
+
+    def embedding_dw(self, main_grad: F32, dy: Bits, ids: I64) -> F32:
+        total = np.zeros_like(main_grad)
+        np.add.at(total, ids, widen(dy))
+        return main_grad + total
+
+
+class GradientsInBf16(Mutant):
+    """The main gradient is kept in bf16."""
+
+    def gemm_dw(self, main_grad: F32, dy: Bits, x: Bits) -> F32:
+        return widen(narrow(self.law.gemm_dw(main_grad, dy, x)))
+
+    def linear_logp_backward(self, *args: Any, **kwargs: Any) -> Any:
+        dh, grad = self.law.linear_logp_backward(*args, **kwargs)
+        return dh, widen(narrow(grad))
+
+
+class SplitInputGradient(Mutant):
+    """dx in two chains."""
+
+    def gemm_dx(self, dy: Bits, w: Bits, *, segments: int = 1) -> Bits:
+        return self.law.gemm_dx(dy, w, segments=segments if dy.shape[1] % (2 * segments) else 2 * segments)
+
+
+class NormGradientWithoutMean(Mutant):
+    """RMSNorm's dx without the term that comes from the norm itself."""
+
+    def rms_norm_backward(self, dy: Bits, x: Bits, w: Bits, eps: float, dw: F32) -> tuple[Bits, F32]:
+        _, dw = self.law.rms_norm_backward(dy, x, w, eps, dw)
+        return self.law.rms_norm(narrow(widen(dy) * widen(w)), w, eps), dw
+
+
+class SigmoidSlope(Mutant):
+    """SwiGLU's gradient takes the slope of sigmoid for that of silu."""
+
+    def swiglu_backward(self, dy: Bits, x: Bits) -> Bits:
+        dx = self.law.swiglu_backward(dy, x)
+        half = x.shape[1] // 2
+        dx[:, :half] = self.law.swiglu_backward(dy, np.concatenate([x[:, :half] & 0x7FFF, x[:, half:]], axis=1))[
+            :, :half
+        ]
+        return dx
+
+
+class HeadsInSequence(Mutant):
+    """dk and dv of a kv head's query heads added left to right; here: the heads' order reversed."""
+
+    def attention_backward(self, dout: Bits, q: Bits, k: Bits, v: Bits, out: Bits, m: F32, l: F32, cu: I32) -> Any:
+        group = q.shape[1] // k.shape[1]
+        order = np.arange(q.shape[1]).reshape(-1, group)
+        order = np.concatenate([order[:, :1], order[:, :0:-1]], axis=1).reshape(-1)
+        swapped = [np.ascontiguousarray(a[:, order]) for a in (dout, q, out, m, l)]
+        dq, dk, dv = self.law.attention_backward(swapped[0], swapped[1], k, v, *swapped[2:], cu)
+        return np.ascontiguousarray(dq[:, np.argsort(order)]), dk, dv
 
 
 class PadsCount(Mutant):
@@ -213,6 +309,16 @@ EQUAL_BITS_MUTANTS = (
     UnroundedNorm,
     PadsCount,
     StaleLastBlock,
+    UnfusedRotation,
+    ActivationRoundedFirst,
+    TruncatedResidual,
+    SignedZeroEmbedding,
+    UnorderedEmbeddingGradient,
+    GradientsInBf16,
+    SplitInputGradient,
+    NormGradientWithoutMean,
+    SigmoidSlope,
+    HeadsInSequence,
 )
 
 

@@ -8,10 +8,13 @@ import yaml
 
 from auditor.client import Counts
 from services.alert import NAME, SEVERITY, mismatch_alert
+from services.config import build_config
+from services.job import conclude
 from services.loop import StepResult
 from services.memory import Usage
 from services.records import TrainOutcome, WeightVersion
-from services.report import StepLine
+from services.report import Report, StepLine
+from services.run_folder import RunFolder
 from services.summary import Summary
 from services.verdicts import Verdicts
 
@@ -70,6 +73,7 @@ def test_a_clean_strict_run_has_no_fault():
         ({"compared_tokens": 0, "by_verdict": {}}, "nothing was compared"),
         ({"by_verdict": {"match": 3, "pending": 1}}, "only 3 of 4 samples were compared"),
         ({"by_reference": {"done": 1, "failed": 2}}, "2 samples could not be recomputed"),
+        ({"recomputed_tokens": 0, "by_reference": {"queued": 4}}, "recomputed nothing yet; 4 samples wait for it"),
     ],
 )
 def test_a_strict_run_that_cannot_prove_itself_is_not_clean(changes, says):
@@ -77,6 +81,16 @@ def test_a_strict_run_that_cannot_prove_itself_is_not_clean(changes, says):
     total = Verdicts(**{**values, **changes})
     assert any(says in fault for fault in _summary(total).faults())
     assert _summary(total, numerics="native").faults() == []
+
+
+@pytest.mark.parametrize(("numerics", "code"), [("strict", 1), ("native", 0)])
+def test_a_mismatch_makes_a_strict_run_exit_with_1_and_a_native_one_with_0(tmp_path, numerics, code):
+    values = {name: getattr(CLEAN, name) for name in CLEAN.__slots__}
+    total = Verdicts(**{**values, "mismatched_tokens": 1, "by_verdict": {"match": 3, "mismatch": 1}})
+    folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
+    with Report(1, 0) as report:
+        assert conclude(_summary(total, numerics), folder, report, None) == code
+        assert conclude(_summary(CLEAN, numerics), folder, report, None) == 0
 
 
 def test_samples_that_never_reached_the_auditor_are_missed():
