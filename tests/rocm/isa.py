@@ -99,7 +99,7 @@ def _relaxed(kernel: CompiledKernel) -> Iterator[str]:
 def fused_in_llvm(text: str) -> int:
     """Fused multiply-adds that are written in LLVM IR, by scalar."""
     scalar = len(re.findall(r"call float @llvm\.fma\.f32\(|call float @llvm\.nvvm\.fma\.rn\.f\(", text))
-    return scalar + 2 * len(re.findall(r"call <2 x float> @llvm\.fma\.v2f32\(", text))
+    return scalar + sum(map(int, re.findall(r"call <(\d+) x float> @llvm\.fma\.v\d+f32\(", text)))
 
 
 def _amd_scalar_findings(kernel: CompiledKernel) -> Iterator[str]:
