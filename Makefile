@@ -7,8 +7,8 @@ CONFIG ?= deploy/configs/demo.yaml
 PIP := $(BIN)/pip --disable-pip-version-check
 BUILD_TOOLS := scikit-build-core==1.1.2 nanobind==3.1.0 cmake ninja
 
-.PHONY: setup build model demo test lint bench gpu-build test-gpu bench-gpu clean ops-tools dashboards tour
-setup: $(VENV)/.installed
+.PHONY: setup build model demo test test-soak lint bench gpu-build test-gpu bench-gpu clean ops-tools dashboards tour
+setup: $(VENV)/.built
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt
 	@command -v $(PYTHON) > /dev/null || { echo "set-up: $(PYTHON) is not here; install it, or say PYTHON=… (3.11)"; exit 1; }
@@ -20,10 +20,14 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt
 	@mkdir -p build && flock build/.lock $(PIP) install -qq --no-build-isolation -e '.[cpu,auditor,dev,ops]'
 	@echo "set-up 3/3: removing vLLM's unused image and audio packages"
 	@$(PIP) uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@ $(VENV)/.built
+
+# A changed C++ source is built before anything runs, so that nothing passes on yesterday's binary.
+$(VENV)/.built: $(VENV)/.installed $(wildcard rl_kernel/csrc/*/*)
+	@mkdir -p build && flock build/.lock $(PIP) install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 build: setup
-	@mkdir -p build && flock build/.lock $(PIP) install -qq --no-build-isolation --no-deps -e .
 
 model: setup
 	@$(BIN)/python -m services.models
@@ -33,6 +37,10 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+# Hundreds of kills, an image built from nothing: what takes too long for every change.
+test-soak: setup
+	$(BIN)/pytest -m soak
 
 lint: setup
 	$(BIN)/ruff check .

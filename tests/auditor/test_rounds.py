@@ -1,6 +1,6 @@
 """Server, clients and recompute workers killed at random points, round after round; then every count is checked.
 
-AUDITOR_KILL_ROUNDS sets the number of rounds of the slow test (200).
+AUDITOR_KILL_ROUNDS sets the number of rounds of the soak test (200).
 """
 
 import os
@@ -92,7 +92,7 @@ def test_five_rounds_of_kills_lose_nothing_and_count_nothing_twice(weights_root:
     run_rounds(weights_root, tmp_path, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_two_hundred_rounds_of_kills_lose_nothing_and_count_nothing_twice(weights_root: Path, tmp_path: Path) -> None:
     run_rounds(weights_root, tmp_path, int(os.environ.get("AUDITOR_KILL_ROUNDS", "200")))

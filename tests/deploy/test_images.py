@@ -111,7 +111,7 @@ def buildah(*arguments: str) -> str:
     return run("buildah", *arguments, CONTAINERS_STORAGE_CONF=str(config), BUILDAH_ISOLATION="chroot")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_the_auditors_image_is_small_runs_as_nobody_and_judges(image: str, tmp_path: Path) -> None:
     facts = json.loads(buildah("inspect", "--type=image", image))
