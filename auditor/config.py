@@ -61,6 +61,9 @@ class Config(BaseModel):
     insecure: Annotated[
         bool, Field(description="serve beyond this machine without a token: whoever reaches the port may write")
     ] = False
+    stop_at_eof: Annotated[
+        bool, Field(description="stop when standard input ends, as it does when the process that started this one dies")
+    ] = False
     ports_file: Annotated[Path | None, Field(description="written at start: the bound addresses as JSON")] = None
     write_queue: Annotated[int, Field(ge=1, le=65536, description="batches that may wait for the ledger")] = 256
     message_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30, description="largest gRPC message")] = 16 << 20

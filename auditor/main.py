@@ -187,6 +187,8 @@ def main(arguments: Sequence[str]) -> int:
     except AuditorError as error:
         print(f"auditor: {error}", file=sys.stderr)
         return 2
+    if config.stop_at_eof:
+        threading.Thread(target=_wait_for_eof, args=(stop,), name="stdin", daemon=True).start()
     try:
         if config.ports_file is not None:
             _write_ports(config.ports_file, auditor.addresses)
@@ -200,6 +202,12 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         auditor.close()
     return 1 if failed else 0
+
+
+def _wait_for_eof(stop: threading.Event) -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    stop.set()
 
 
 def _policy(config: Config) -> Policy:

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from auditor.client import Counts
+from rl_kernel.errors import RlKernelError
 from services.audit_sink import AuditTarget
 from services.config import Ray as RayConfig
 from services.engines import RolloutEngine, TrainerEngine
@@ -184,7 +185,10 @@ def _results(references: list[Any], who: str, log: Path) -> list[Any]:
     try:
         return list(ray.get(references))
     except RayTaskError as error:
-        raise error.cause from None
+        if isinstance(error.cause, (ServicesError, RlKernelError, OSError)):
+            raise error.cause from None
+        what = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
+        raise ServicesError(f"{who} failed: {what}; its output is in {log}") from None
     except RayActorError as error:
         raise ServicesError(f"{who} died: {_first_line(error)}; its output is in {log}") from None
 

@@ -205,7 +205,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 def _set(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {override!r} has no key or no value; write it like --set rollout.tp_size=2")
+        raise ConfigError(f"--set {override!r} has no key or no value; write it like --set run.steps=10")
     *parents, last = key.strip().split(".")
     for parent in parents:
         inner = tree.setdefault(parent, {})

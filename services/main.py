@@ -78,7 +78,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML; deploy/configs/ has some to start from")
     parser.add_argument("--numerics", choices=("strict", "native"), help="short for --set numerics.mode=…")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. --set rollout.tp_size=2")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. --set run.steps=10")
     parser.add_argument("--resume", metavar="RUN", help="go on with a run (its folder, its id, or `latest`)")
     return parser.parse_args(arguments)
 

@@ -8,6 +8,7 @@ from rl_kernel.errors import RlKernelError
 from rl_kernel.reference.config import DecoderConfig
 from services.config import Config
 from services.errors import ConfigError
+from services.rollout.options import EngineOptions
 
 _MIB = 2**20
 
@@ -25,6 +26,7 @@ def check(config: Config, model: Path) -> DecoderConfig:
     if strict:
         _check_segments(config.numerics.segments, shape)
     _check_lengths(config, shape)
+    _check_kv_cache(config, shape)
     _check_auditor(config)
     _check_disk(config, model)
     return shape
@@ -38,13 +40,21 @@ def check_tp(key: str, tp_size: int, shape: DecoderConfig, segments: int | None)
         ("MLP columns", shape.intermediate),
     ):
         if count % tp_size:
-            fits = [str(t) for t in range(1, shape.kv_heads + 1) if shape.heads % t == 0 and shape.kv_heads % t == 0]
+            fits = [str(t) for t in range(1, shape.kv_heads + 1) if _fits(t, shape, strict=segments is not None)]
             raise ConfigError(f"{key} = {tp_size} does not divide the model's {count} {name}; use {' or '.join(fits)}")
     if segments and segments % tp_size:
+        if tp_size & (tp_size - 1):
+            raise ConfigError(
+                f"{key} = {tp_size} is no power of two, and segments are; strict numerics need 1, 2, 4, …"
+            )
         raise ConfigError(
-            f"{key} = {tp_size} does not divide numerics.segments = {segments}; "
-            f"set numerics.segments to a common multiple of both tp_size"
+            f"{key} = {tp_size} does not divide numerics.segments = {segments}; set numerics.segments = {tp_size}"
         )
+
+
+def _fits(tp_size: int, shape: DecoderConfig, *, strict: bool) -> bool:
+    whole = all(count % tp_size == 0 for count in (shape.heads, shape.kv_heads, shape.intermediate))
+    return whole and not (strict and tp_size & (tp_size - 1))
 
 
 def _check_segments(segments: int, shape: DecoderConfig) -> None:
@@ -64,6 +74,19 @@ def _check_lengths(config: Config, shape: DecoderConfig) -> None:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt "
             f"in rollout.max_model_len = {length}"
+        )
+
+
+def _check_kv_cache(config: Config, shape: DecoderConfig) -> None:
+    """VLLM refuses to start where one sequence of full length does not fit."""
+    ranks, block = config.rollout.tp_size, EngineOptions.of(config).block_size
+    blocks = -(-config.rollout.max_model_len // block) + 1  # vLLM keeps one to itself
+    per_token = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim // ranks  # keys and values, bf16
+    needed = -(-blocks * block * per_token // 2**20)
+    if config.rollout.kv_cache_mb < needed:
+        raise ConfigError(
+            f"rollout.kv_cache_mb = {config.rollout.kv_cache_mb} is too small for one sequence of "
+            f"rollout.max_model_len = {config.rollout.max_model_len}; use at least {needed}"
         )
 
 

@@ -77,10 +77,10 @@ class OwnAuditor:
         command = [sys.executable, "-m", "auditor.main", "--grpc", f"127.0.0.1:{grpc}", "--http", f"127.0.0.1:{http}"]
         with (self._folder / "auditor.log").open("ab") as output:
             self._process = subprocess.Popen(
-                [*command, "--ports-file", str(ports_file), *self._arguments],
+                [*command, "--ports-file", str(ports_file), "--stop-at-eof", *self._arguments],
                 stdout=output,
                 stderr=output,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # nothing is written; its end is how the auditor learns of ours, kill -9 too
                 start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )

@@ -7,7 +7,7 @@ import pytest
 from services import preflight
 from services.config import build_config
 from services.errors import ConfigError
-from tests.models import LLAMA, write_tiny_model
+from tests.models import LLAMA, TinyModel, write_tiny_model
 
 
 @pytest.fixture
@@ -41,6 +41,10 @@ def test_a_config_that_fits_passes(tmp_path, model):
             {"rollout": {"max_model_len": 4096}},
             r"rollout\.max_model_len = 4096 is more than the model's 2048 positions",
         ),
+        (
+            {"rollout": {"max_model_len": 2048, "kv_cache_mb": 1}},
+            r"rollout\.kv_cache_mb = 1 is too small for one sequence of rollout\.max_model_len = 2048; use at least 2",
+        ),
         ({"rollout": {"max_model_len": 16, "max_new_tokens": 16}}, "leaves no room for a prompt"),
         ({"auditor": {"grpc": "127.0.0.1:1"}}, r"auditor\.http is empty"),
         ({"auditor": {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2"}}, "should be a URL such as"),
@@ -51,6 +55,15 @@ def test_a_config_that_cannot_run_is_refused_with_what_would_be_right(tmp_path, 
     with pytest.raises(ConfigError, match=says) as error:
         preflight.check(_config(tmp_path, **sections), model)
     assert "\n" not in str(error.value)
+
+
+def test_a_strict_tp_size_is_a_power_of_two_and_the_message_names_the_segments_that_it_needs(tmp_path):
+    model = write_tiny_model(tmp_path / "three", TinyModel(heads=6, kv_heads=6, intermediate=240))
+    with pytest.raises(ConfigError, match=r"rollout\.tp_size = 3 is no power of two"):
+        preflight.check(_config(tmp_path, rollout={"tp_size": 3}, numerics={"segments": 2}), model)
+    with pytest.raises(ConfigError, match=r"does not divide numerics\.segments = 1; set numerics\.segments = 2"):
+        preflight.check(_config(tmp_path, rollout={"tp_size": 2}), model)
+    preflight.check(_config(tmp_path, numerics={"mode": "native"}, trainer={"tp_size": 3}), model)
 
 
 def test_native_numerics_need_no_segments(tmp_path, model):

@@ -3,9 +3,12 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 
+import psutil
 import pytest
 
 from services.errors import AuditorError
@@ -41,6 +44,23 @@ def test_it_answers_after_start_and_is_gone_after_stop(make_auditor):
     auditor.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(auditor.pid, 0)
+
+
+def test_it_ends_when_the_job_is_killed(tmp_path):
+    job = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from services.referee import OwnAuditor\n"
+        "folder = Path(sys.argv[1])\n"
+        "auditor = OwnAuditor(folder, ['--ledger', str(folder / 'ledger.sqlite')], 0, 0, restart=True)\n"
+        "auditor.start()\n"
+        "print(auditor.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", job, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    auditor = int(done.stdout)
+    _wait_until(lambda: not psutil.pid_exists(auditor) or psutil.Process(auditor).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_killed_it_comes_back_at_the_same_address(make_auditor):
