@@ -111,6 +111,12 @@ class Summary:
             [v.max_abs for v in self.verdicts],
         )
 
+    def _weights(self) -> str:
+        if not self.steps:
+            return "–"
+        newest = self.steps[-1].weights
+        return f"version {newest.version}, sha256 {newest.digest[:16]}…"
+
     def _peak_by_role(self) -> dict[str, float]:
         by_size = sorted(self.peak.by_role.items(), key=lambda item: -item[1])
         return {role: size / 2**30 for role, size in by_size}
@@ -132,6 +138,7 @@ class Summary:
             ("tokens recomputed", recomputed),
             ("verdicts", counts(total.by_verdict)),
             ("side that is wrong", counts(total.by_side)),
+            ("weights", self._weights()),
             ("records", counts({name: getattr(records, name) for name in records.__slots__})),
             (
                 "seconds",
