@@ -87,9 +87,10 @@ class Scene:
         return verdicts
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     """Strict vLLM and strict Megatron-core, each with one thread, and an auditor that recomputes everything."""
+    from rl_kernel.integrations.megatron.parallel import leave_tensor_parallel
     from services.rollout.engine import EngineOptions, RolloutEngine
     from services.trainer.engine import TrainerEngine, TrainerOptions
 
@@ -116,4 +117,5 @@ def bench(tmp_path_factory):
         scene.rollout.close()
         scene.trainer.close()
     rollout.close()
+    leave_tensor_parallel()
     auditor.stop()

@@ -17,6 +17,9 @@ def join_tensor_parallel(tp_size: int = 1, rank: int = 0, rendezvous: str = "") 
     rendezvous: a URL that torch.distributed accepts and all ranks share (`file:///…` on one host, `tcp://host:port`);
     needed from two ranks up. Called again with the same size, it returns the group that exists.
     """
+    if not torch.cuda.is_available():
+        # Megatron asks for the current CUDA device where it means "the device of the model".
+        torch.cuda.current_device = lambda: torch.device("cpu")
     if not dist.is_initialized():
         _initialize(tp_size, rank, rendezvous)
     elif dist.get_world_size() != tp_size:
@@ -37,9 +40,6 @@ def leave_tensor_parallel() -> None:
 
 
 def _initialize(tp_size: int, rank: int, rendezvous: str) -> None:
-    if not torch.cuda.is_available():
-        # Megatron asks for the current CUDA device where it means "the device of the model".
-        torch.cuda.current_device = lambda: torch.device("cpu")
     if tp_size == 1 or rendezvous.startswith("file://"):
         # One host: loopback, so that a machine without a resolvable name can run too.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
