@@ -1,4 +1,4 @@
-"""Larger inputs than the laws use: they cross the CPU backend's own blocks (96 rows, 512 deep, 2^20 logits)."""
+"""Larger inputs than the laws use: they cross the CPU backend's own blocks (96 rows, 640 deep, 2^20 logits)."""
 
 from collections.abc import Callable
 

@@ -103,8 +103,8 @@ class Head {
   // Queries of block i against keys of block j <= i.
   void tile(int64_t h, int64_t i, int64_t j, int64_t keys) {
     const int64_t i0 = i * kBlock, rows = std::min<int64_t>(kBlock, n_ - i0);
-    kernels().tile(rows, kBlock / kLanes, 0, dim_, q_ + i0 * dim_, dim_, 1, k_rows_, kBlock, s_, kBlock, false);
-    kernels().tile(rows, kBlock / kLanes, 0, dim_, dout_ + i0 * dim_, dim_, 1, v_rows_, kBlock, dp_, kBlock, false);
+    kernels().tile(rows, kBlock / kLanes, {0, dim_, q_ + i0 * dim_, dim_, 1, k_rows_, kBlock, s_, kBlock, false});
+    kernels().tile(rows, kBlock / kLanes, {0, dim_, dout_ + i0 * dim_, dim_, 1, v_rows_, kBlock, dp_, kBlock, false});
     for (int64_t r = 0; r < rows; ++r)
       kernels().attention_gradient(s_ + r * kBlock, dp_ + r * kBlock, int(i == j ? r + 1 : keys), args_.score_scale,
                                    args_.m[(t0_ + i0 + r) * args_.heads + h], r_[i0 + r], delta_[i0 + r]);
@@ -112,9 +112,9 @@ class Head {
     float *dq = dq_ + i0 * wide_, *dk = dk_ + j * kBlock * wide_, *dv = dv_ + j * kBlock * wide_;
     const int vectors = int(wide_ / kLanes);
     if (i == j && nonfinite_) return masked_products(rows, keys, q, dout, dq, dk, dv);
-    kernels().tile(rows, vectors, 0, keys, dp_, kBlock, 1, k_columns_, wide_, dq, wide_, j > 0);
-    kernels().tile(keys, vectors, 0, rows, s_, 1, kBlock, dout, wide_, dv, wide_, i > j);
-    kernels().tile(keys, vectors, 0, rows, dp_, 1, kBlock, q, wide_, dk, wide_, i > j);
+    kernels().tile(rows, vectors, {0, keys, dp_, kBlock, 1, k_columns_, wide_, dq, wide_, j > 0});
+    kernels().tile(keys, vectors, {0, rows, s_, 1, kBlock, dout, wide_, dv, wide_, i > j});
+    kernels().tile(keys, vectors, {0, rows, dp_, 1, kBlock, q, wide_, dk, wide_, i > j});
   }
 
   // The diagonal tile where a masked +0 would meet an infinity or a NaN: each row keeps to its own range.
@@ -123,12 +123,12 @@ class Head {
     const int vectors = int(wide_ / kLanes);
     const bool resume = dq != dq_;
     for (int64_t r = 0; r < rows; ++r)
-      kernels().tile(1, vectors, 0, r + 1, dp_ + r * kBlock, kBlock, 1, k_columns_, wide_, dq + r * wide_, wide_,
-                     resume);
+      kernels().tile(1, vectors,
+                     {0, r + 1, dp_ + r * kBlock, kBlock, 1, k_columns_, wide_, dq + r * wide_, wide_, resume});
     for (int64_t c = 0; c < keys; ++c) {
       const int64_t at = c * kBlock + c;
-      kernels().tile(1, vectors, c, rows, s_ + at, 1, kBlock, dout, wide_, dv + c * wide_, wide_, false);
-      kernels().tile(1, vectors, c, rows, dp_ + at, 1, kBlock, q, wide_, dk + c * wide_, wide_, false);
+      kernels().tile(1, vectors, {c, rows, s_ + at, 1, kBlock, dout, wide_, dv + c * wide_, wide_, false});
+      kernels().tile(1, vectors, {c, rows, dp_ + at, 1, kBlock, q, wide_, dk + c * wide_, wide_, false});
     }
   }
 

@@ -41,8 +41,8 @@ void HeadRows::block(const bf16* const* k_rows, const bf16* const* v_rows, int64
     f.pack_rows(k_words_ + j, kBlock, k_rows + j, std::clamp<int64_t>(n - j, 0, kLanes), kLanes, shape_.dim);
     next.pull();
   }
-  f.tile(rows, kBlock / kLanes, 0, shape_.dim, q_ + from * shape_.dim, shape_.dim, 1, k_words_, kBlock, s, kBlock,
-         false);
+  f.tile(rows, kBlock / kLanes,
+         {0, shape_.dim, q_ + from * shape_.dim, shape_.dim, 1, k_words_, kBlock, s, kBlock, false});
   next.pull();
   for (int64_t r = from; r < rows_; ++r) {
     alpha_[r] = f.softmax_block(s_ + r * kBlock, visible(r, k0), shape_.scale, now_.m + r);
@@ -73,8 +73,8 @@ void HeadRows::product_with_v(const bf16* const* v_rows, int64_t from, int64_t k
   }
   kernels().pack_columns(v_words_, wide_, v_rows, shape_.dim, wide_, n);
   auto tile = [&](int64_t row, int64_t count, int64_t keys) {
-    kernels().tile(count, vectors, 0, keys, s_ + row * kBlock, kBlock, 1, v_words_, wide_, now_.acc + row * wide_,
-                   wide_, resume_);
+    kernels().tile(count, vectors,
+                   {0, keys, s_ + row * kBlock, kBlock, 1, v_words_, wide_, now_.acc + row * wide_, wide_, resume_});
   };
   if (masked && std::any_of(v_rows, v_rows + n, [&](const bf16* v) { return any_nonfinite(v, shape_.dim); }))
     for (int64_t r = from; r < rows_; ++r) tile(r, 1, visible(r, k0));

@@ -11,7 +11,7 @@ namespace {
 // Sizes of the blocks, in elements; they change speed only. A block of `a` (rows x depth, fp32) and the fp32 sums of
 // a task (rows x panels x 48) share the L2 cache; a panel's depth x 48 words of `b` stay in L1.
 constexpr int64_t kRows = 96;
-constexpr int64_t kDepth = 512;
+constexpr int64_t kDepth = 640;
 constexpr int64_t kSumBytes = 256 << 10;
 
 struct Blocking {
@@ -25,7 +25,10 @@ Blocking blocking(const Product& p, int threads) {
   b.row_tasks = (p.m + b.rows - 1) / b.rows;
   b.rows = std::min(b.rows, p.m);
   // Few rows: the weights stream past once, so leave the stream whole.
-  b.depth = p.m <= 2 ? p.k : p.m <= 8 ? 4 * kDepth : kDepth;
+  const int64_t most = p.m <= 2 ? p.k : p.m <= 8 ? 4 * kDepth : kDepth, length = p.k / p.segments;
+  // Equal blocks: a short last one would spend its time on loading and storing the sums.
+  const int64_t blocks = std::max<int64_t>(1, (length + most - 1) / most);
+  b.depth = std::max<int64_t>(2, (length / blocks + 2) / 2 * 2);
   const int64_t panels = panels_of(p.n),
                 sum = b.rows * kPanel * int64_t(sizeof(float)) * TreeStack::buffers(p.segments);
   const int64_t wanted = 4 * threads;  // tasks, for balance against whatever else runs on the machine
@@ -64,7 +67,7 @@ class Task {
     if (!p_.resume && k0 == k1) std::fill(sums, sums + size_, 0.0f);
     // Blocks end on even k, so that only a segment's ends can split a pair.
     for (int64_t from = k0, to; from < k1; from = to) {
-      to = std::min(k1, from / 2 * 2 + depth_ / 2 * 2 + (depth_ < 2 ? 2 : 0));
+      to = std::min(k1, from / 2 * 2 + depth_);
       step(sums, from, to, p_.resume || from > k0);
     }
   }
@@ -78,9 +81,14 @@ class Task {
     else
       for (int64_t r = 0; r < rows_; ++r) kernels().widen(a + r * ld, p_.a + (m0_ + r) * p_.lda + k0, k1 - k0);
     const int64_t row = p_.a_is_k_major ? 1 : ld, along_k = p_.a_is_k_major ? ld : 1, pairs = pairs_of(p_.k);
-    for (int64_t i = 0; i < panels_; ++i)
-      kernels().tile(rows_, kPanel / kLanes, k0, k1, a, row, along_k, p_.panels + (panel0_ + i) * pairs * kPanel,
-                     kPanel, sums + i * rows_ * kPanel, kPanel, resume);
+    const uint32_t* first = p_.panels + panel0_ * pairs * kPanel;
+    for (int64_t i = 0; i < panels_; ++i) {
+      const uint32_t* b = first + i * pairs * kPanel;
+      const bool last = i + 1 == panels_;
+      const uint32_t* next = last && k1 < p_.k ? first + k1 / 2 * kPanel : b + (pairs + (last ? 0 : k0 / 2)) * kPanel;
+      kernels().tile(rows_, kPanel / kLanes,
+                     {k0, k1, a, row, along_k, b, kPanel, sums + i * rows_ * kPanel, kPanel, resume, next});
+    }
   }
 
   template <class F>

@@ -27,6 +27,19 @@ template <int ROWS, int VECTORS>
 struct Block {
   vf acc[ROWS][VECTORS];
 
+  __attribute__((always_inline)) void start(const float* c, int64_t ldc, bool resume) {
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) acc[r][v] = resume ? load(c + r * ldc + v * cpu::kLanes) : set1(0.0f);
+  }
+  __attribute__((always_inline)) void store(float* c, int64_t ldc) const {
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) ::store(c + r * ldc + v * cpu::kLanes, acc[r][v]);
+  }
+
   // One k: acc[r][v] <- fma(a of row r, w[v], acc[r][v]).
   __attribute__((always_inline)) void step(const Cursor<ROWS>& a, int64_t row, int64_t ahead, const vf* w) {
 #pragma GCC unroll 12
@@ -52,45 +65,37 @@ struct Block {
 
 // UNIT: `step` is 1, known at compile time.
 template <int ROWS, int VECTORS, bool UNIT>
-void block(int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step, const uint32_t* b, int64_t ldb, float* c,
-           int64_t ldc, bool resume) {
-  if (UNIT) step = 1;
+void block(const cpu::Tile& t) {
+  const int64_t row = t.row, step = UNIT ? 1 : t.step, ldb = t.ldb;
   Block<ROWS, VECTORS> sums;
-#pragma GCC unroll 12
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) sums.acc[r][v] = resume ? load(c + r * ldc + v * cpu::kLanes) : set1(0.0f);
-  Cursor<ROWS> at(a, row);
-  const uint32_t* words = b + (k0 / 2) * ldb;
-  int64_t k = k0;
-  if (k < k1 && k % 2) {
+  sums.start(t.c, t.ldc, t.resume);
+  Cursor<ROWS> at(t.a, row);
+  const uint32_t* words = t.b + (t.k0 / 2) * ldb;
+  int64_t k = t.k0;
+  if (k < t.k1 && k % 2) {
     sums.odd(at, row, 0, words);
     ++k, at.advance(step), words += ldb;
   }
-  for (int64_t pairs = (k1 - k) / 2; pairs > 0; --pairs) {
-    for (int v = 0; v < VECTORS; ++v) prefetch(words + kAhead * ldb + v * cpu::kLanes);
+  const uint32_t* ahead = words + kAhead * ldb;
+  for (int64_t pairs = (t.k1 - k) / 2; pairs > 0; --pairs) {
+    if (pairs == kAhead && t.next) ahead = t.next;
+    for (int v = 0; v < VECTORS; ++v) prefetch(ahead + v * cpu::kLanes);
     sums.even(at, row, words);
     // Load the words again rather than keep them: registers are what is short.
     asm("" : "+r"(words));
     sums.odd(at, row, step, words);
-    at.advance(2 * step), words += ldb, k += 2;
+    at.advance(2 * step), words += ldb, ahead += ldb, k += 2;
   }
   // A last even k stands alone: a zero in its other half would turn a sum of -0 into +0, or inf into NaN.
-  if (k < k1) sums.even(at, row, words);
-#pragma GCC unroll 12
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) store(c + r * ldc + v * cpu::kLanes, sums.acc[r][v]);
+  if (k < t.k1) sums.even(at, row, words);
+  sums.store(t.c, t.ldc);
 }
 
 template <int ROWS, int VECTORS>
 void block_unpacked(int64_t depth, const float* a, int64_t row, const uint16_t* const* b_rows, int64_t column, float* c,
                     int64_t ldc, bool resume) {
   Block<ROWS, VECTORS> sums;
-#pragma GCC unroll 12
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) sums.acc[r][v] = resume ? load(c + r * ldc + v * cpu::kLanes) : set1(0.0f);
+  sums.start(c, ldc, resume);
   Cursor<ROWS> at(a, row);
   for (int64_t k = 0; k < depth; ++k, at.advance(1)) {
     vf w[VECTORS];
@@ -98,10 +103,7 @@ void block_unpacked(int64_t depth, const float* a, int64_t row, const uint16_t* 
     for (int v = 0; v < VECTORS; ++v) w[v] = load_bf16(b_rows[k] + column + v * cpu::kLanes);
     sums.step(at, row, 0, w);
   }
-#pragma GCC unroll 12
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) store(c + r * ldc + v * cpu::kLanes, sums.acc[r][v]);
+  sums.store(c, ldc);
 }
 
 template <int ROWS, int VECTORS>
@@ -134,41 +136,38 @@ void tile_unpacked(int64_t rows, int vectors, int64_t depth, const float* a, int
 }
 
 template <int ROWS, int VECTORS>
-inline void dispatch(int64_t rows, int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step, const uint32_t* b,
-                     int64_t ldb, float* c, int64_t ldc, bool resume) {
+inline void dispatch(int64_t rows, const cpu::Tile& t) {
   if constexpr (ROWS > 0) {
     if (rows != ROWS)
-      dispatch<ROWS - 1, VECTORS>(rows, k0, k1, a, row, step, b, ldb, c, ldc, resume);
-    else if (step == 1)
-      block<ROWS, VECTORS, true>(k0, k1, a, row, step, b, ldb, c, ldc, resume);
+      dispatch<ROWS - 1, VECTORS>(rows, t);
+    else if (t.step == 1)
+      block<ROWS, VECTORS, true>(t);
     else
-      block<ROWS, VECTORS, false>(k0, k1, a, row, step, b, ldb, c, ldc, resume);
+      block<ROWS, VECTORS, false>(t);
   }
 }
 
 template <int VECTORS>
-void rows_of(int64_t rows, int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step, const uint32_t* b,
-             int64_t ldb, float* c, int64_t ldc, bool resume) {
-  constexpr int most = block_rows(VECTORS);
+void rows_of(int64_t rows, cpu::Tile t) {
   // Blocks as equal as can be: 9 rows run as 5 and 4, not as 8 and a lonely 1.
-  for (int64_t blocks = (rows + most - 1) / most, r = 0; blocks > 0; --blocks) {
-    int64_t n = (rows - r + blocks - 1) / blocks;
-    dispatch<most, VECTORS>(n, k0, k1, a + r * row, row, step, b, ldb, c + r * ldc, ldc, resume);
-    r += n;
+  for (int64_t blocks = (rows + block_rows(VECTORS) - 1) / block_rows(VECTORS); blocks > 0; --blocks) {
+    const int64_t n = (rows + blocks - 1) / blocks;
+    dispatch<block_rows(VECTORS), VECTORS>(n, t);
+    t.a += n * t.row, t.c += n * t.ldc, rows -= n;
   }
 }
 
-void tile(int64_t rows, int vectors, int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step,
-          const uint32_t* b, int64_t ldb, float* c, int64_t ldc, bool resume) {
-  while (vectors > 0) {
-    int now = vectors < kMaxVectors ? vectors : kMaxVectors;
+void tile(int64_t rows, int vectors, const cpu::Tile& whole) {
+  for (cpu::Tile t = whole; vectors > 0;) {
+    const int now = vectors < kMaxVectors ? vectors : kMaxVectors;
     if constexpr (kMaxVectors >= 4) {
-      if (now == 4) rows_of<4>(rows, k0, k1, a, row, step, b, ldb, c, ldc, resume);
-      if (now == 3) rows_of<3>(rows, k0, k1, a, row, step, b, ldb, c, ldc, resume);
-      if (now == 2) rows_of<2>(rows, k0, k1, a, row, step, b, ldb, c, ldc, resume);
+      if (now == 4) rows_of<4>(rows, t);
+      if (now == 3) rows_of<3>(rows, t);
+      if (now == 2) rows_of<2>(rows, t);
     }
-    if (now == 1) rows_of<1>(rows, k0, k1, a, row, step, b, ldb, c, ldc, resume);
-    vectors -= now, b += now * cpu::kLanes, c += now * cpu::kLanes;
+    if (now == 1) rows_of<1>(rows, t);
+    vectors -= now, t.b += now * cpu::kLanes, t.c += now * cpu::kLanes;
+    if (t.next) t.next += now * cpu::kLanes;
   }
 }
 

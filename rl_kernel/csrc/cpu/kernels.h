@@ -22,15 +22,25 @@ struct RopeRow {
   int64_t heads, dim;
 };
 
+// The operands of one block of a product. b holds two k in each 32-bit word, low half the even one; its row k/2 starts
+// at b + (k/2)*ldb. The chain starts from c if `resume`, from +0 otherwise.
+struct Tile {
+  int64_t k0, k1;
+  const float* a;  // a(r, k) at a[r*row + (k-k0)*step]
+  int64_t row, step;
+  const uint32_t* b;
+  int64_t ldb;
+  float* c;
+  int64_t ldc;
+  bool resume;
+  const uint32_t* next = nullptr;  // where the words of the next tile begin, if the caller knows
+};
+
 struct Kernels {
   const char* name;
 
-  // c[r][0..16*vectors) <- fma chain over k in [k0, k1), ascending, of a[r*row + (k-k0)*step] * b(k, column).
-  // b holds two k in each 32-bit word: low half even k, high half odd k; its row k/2 starts at b + (k/2)*ldb.
-  // The chain starts from c if `resume`, from +0 otherwise.
-  void (*tile)(int64_t rows, int vectors, int64_t k0, int64_t k1, const float* a, int64_t row, int64_t step,
-               const uint32_t* b, int64_t ldb, float* c, int64_t ldc, bool resume);
-
+  // c[r][0..16*vectors) <- fma chain over k in [k0, k1), ascending, of a(r, k)*b(k, column), for `rows` rows.
+  void (*tile)(int64_t rows, int vectors, const Tile& tile);
   // The same for a few rows and all of a block's keys, with b(k, column) = b_rows[k][column] where it lies: packing
   // would cost more than it saves. The chain runs over k in [0, depth).
   void (*tile_unpacked)(int64_t rows, int vectors, int64_t depth, const float* a, int64_t row,
