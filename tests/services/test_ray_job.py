@@ -80,7 +80,17 @@ def test_a_submitted_job_joins_its_cluster_and_comes_out_clean(cluster, tmp_path
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump(tree))
     command = [RAY, "job", "submit", "--address", url, "--", "python", "-m", "services.main", "--config", str(config)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = _submit(command, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "succeeded" in done.stdout + done.stderr
     assert "4 match" in done.stdout + done.stderr
+
+
+def _submit(command, environment):
+    """Ray's API answers before the agent that starts jobs has come, and says so; nothing else is tried again."""
+    deadline = time.monotonic() + 90
+    while True:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if "No available agent" not in done.stderr or time.monotonic() > deadline:
+            return done
+        time.sleep(1)
