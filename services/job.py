@@ -25,6 +25,7 @@ from services.report import Report, StepLine
 from services.run_folder import Checkpoint, RunFolder
 from services.summary import Summary
 from services.tasks import Task, make_task
+from services.threads import thread_variables
 from services.verdicts import AuditorApi, Verdicts
 from services.weights import WeightStore, confirm
 
@@ -141,7 +142,8 @@ def _open(
         contract=model_contract(config.numerics.profile, segments=config.numerics.segments),
         queue_size=config.auditor.queue_size,
     )
-    logs, environment = folder.path / "logs", {"OMP_NUM_THREADS": str(config.numerics.threads)}
+    logs = folder.path / "logs"
+    environment = thread_variables(config.numerics.threads)
     rollout = RolloutHandle(partial(make_rollout, config, model), target, Place(environment, logs / "rollout.log"))
     stack.callback(rollout.close)
     trainer = TrainerHandle(

@@ -3,14 +3,18 @@
 `python -m tests.bench ops --threads 1` passes the options on to the one benchmark named.
 """
 
+import os
 import subprocess
 import sys
+
+from services.threads import thread_variables
 
 BENCHES = {
     "ops": "tests.bench.ops_bench",
     "reference": "tests.bench.reference_bench",
     "vllm": "tests.bench.vllm_bench",
     "megatron": "tests.bench.megatron_bench",
+    "demo": "tests.bench.demo_bench",
 }
 
 
@@ -26,7 +30,9 @@ def main() -> int:
     codes = []
     for name in names or BENCHES:
         print(f"== {name}", flush=True)
-        codes.append(subprocess.run([sys.executable, "-m", BENCHES[name], *options], check=False).returncode)
+        environment = os.environ | thread_variables(os.cpu_count() or 1)  # as the job's processes have it
+        command = [sys.executable, "-m", BENCHES[name], *options]
+        codes.append(subprocess.run(command, check=False, env=environment).returncode)
     return int(any(codes))
 
 
