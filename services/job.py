@@ -73,19 +73,19 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
         run = _open(config, model, task, folder, start, access, stack, report)
         weights = _first_weights(run, model)
         setup_seconds = time.monotonic() - began
-        lines = _train(run, weights)
+        steps = folder.step_log.go_on(run.first_step) + _train(run, weights)
         records, total = _settle(run)
         alert = mismatch_alert(run.api.metrics(), folder.run_id)
-        verdicts = [run.api.step(line.result.step) or Verdicts() for line in lines]
+        verdicts = [run.api.step(result.step) or Verdicts() for result in steps]
         report.waiting("stopping")
-        if lines and total.settled and total.by_verdict.keys() == {"match"}:
+        if steps and total.settled and total.by_verdict.keys() == {"match"}:
             # Nobody has anything left to look up in the older ones.
-            newest = lines[-1].result.weights.version
+            newest = steps[-1].weights.version
             run.store.prune(newest, oldest_needed=newest, keep=1)
     summary = Summary(
         run_id=folder.run_id,
         numerics=config.numerics.mode,
-        steps=[line.result for line in lines],
+        steps=steps,
         verdicts=verdicts,
         total=total,
         samples=config.run.steps * run.samples_per_step,
@@ -178,24 +178,25 @@ def _first_weights(run: Run, model: Path) -> WeightVersion:
     return weights
 
 
-def _train(run: Run, weights: WeightVersion) -> list[StepLine]:
+def _train(run: Run, weights: WeightVersion) -> list[StepResult]:
     """The loop, with what happens between two steps."""
     run.report.begin()
-    lines: list[StepLine] = []
+    results: list[StepResult] = []
     waiting = [(run.first_step, weights.version)]
     metrics = JobMetrics(run.folder.run_id, run.config.numerics.mode)
     for result in run_steps(run.config, run.parts, run.first_step, weights):
         metrics.step(result)
         metrics.records("rollout", run.rollout.flush(0.0))
         metrics.records("trainer", run.trainer.flush(0.0))
-        lines.append(StepLine(result, run.api.step(result.step, run.samples_per_step, _VERDICT_SECONDS)))
-        run.report.step(lines[-1])
+        results.append(result)
+        run.folder.step_log.append(result)
+        run.report.step(StepLine(result, run.api.step(result.step, run.samples_per_step, _VERDICT_SECONDS)))
         _checkpoint(run, result)
         waiting = [(step, version) for step, version in waiting if not run.api.is_settled(step)]
         oldest = min((version for _, version in waiting), default=result.weights.version)
         run.store.prune(result.weights.version, max(oldest, result.weights.version - run.config.weights.keep_waiting))
         waiting.append((result.step + 1, result.weights.version))
-    return lines
+    return results
 
 
 def _checkpoint(run: Run, result: StepResult) -> None:

@@ -22,7 +22,7 @@ from rl_kernel.errors import RlKernelError
 from services.config import Config, describe, load_config
 from services.errors import ConfigError, ServicesError
 from services.models import ensure_model
-from services.preflight import check
+from services.preflight import check, check_resumed
 from services.run_folder import RunFolder
 
 
@@ -66,7 +66,9 @@ def _config(asked: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         raise ConfigError("--resume goes on with the run's own config; leave out --config and --numerics")
     root = Path(load_config(None, overrides).run.directory)
     folder = RunFolder.open(asked.resume, root)
-    return load_config(folder.config_file, overrides), folder
+    config = load_config(folder.config_file, overrides)
+    check_resumed(load_config(folder.config_file), config)
+    return config, folder
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -32,6 +32,21 @@ def check(config: Config, model: Path) -> DecoderConfig:
     return shape
 
 
+# What a run is: changed in the middle, its steps could not be compared with each other, nor its samples named.
+_OF_THE_WHOLE_RUN = ("numerics.mode", "numerics.profile", "numerics.segments", "run.seed", "run.name")
+
+
+def check_resumed(was: Config, now: Config) -> None:
+    """Raise ConfigError if `now` goes on with a run by other numerics, names or seeds than it was started with."""
+    for key in _OF_THE_WHOLE_RUN:
+        section, name = key.split(".")
+        before, after = (getattr(getattr(config, section), name) for config in (was, now))
+        if before != after:
+            raise ConfigError(
+                f"{key} = {after!r}: the run that is resumed has {before!r} in all its steps; start a new run for that"
+            )
+
+
 def check_tp(key: str, tp_size: int, shape: DecoderConfig, segments: int | None) -> None:
     """Raise ConfigError unless `tp_size` ranks can share the heads and the segments (None: no contract)."""
     for name, count in (

@@ -1,6 +1,7 @@
 """The folder of one run, and what a run needs to go on from where it was.
 
-runs/<id>/config.yaml  summary.json  plot.png  weights/  checkpoints/  ledger.sqlite  auditor/  spool/  logs/
+runs/<id>/config.yaml  steps.jsonl  summary.json  plot.png
+          weights/  checkpoints/  ledger.sqlite  auditor/  spool/  logs/
 runs/latest -> <id>
 """
 
@@ -15,6 +16,7 @@ import yaml
 
 from services.config import Config
 from services.errors import CheckpointError
+from services.step_log import StepLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class RunFolder:
         """Make the folder of a new run, write its config, and point `latest` at it."""
         root = Path(config.run.directory).resolve()
         root.mkdir(parents=True, exist_ok=True)
-        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.numerics.mode}"
+        name = f"{config.run.name}." if config.run.name else ""
+        run_id = f"{name}{time.strftime('%Y%m%d-%H%M%S')}-{config.numerics.mode}"
         for attempt in range(100):
             folder = cls(root / (f"{run_id}-{attempt}" if attempt else run_id))
             try:
@@ -68,6 +71,11 @@ class RunFolder:
     def config_file(self) -> Path:
         """The config that the run was started with."""
         return self.path / "config.yaml"
+
+    @property
+    def step_log(self) -> StepLog:
+        """What became of each step."""
+        return StepLog(self.path / "steps.jsonl")
 
     def point_latest(self) -> None:
         """Make `latest` beside the run point at it, in one rename."""

@@ -12,6 +12,7 @@ from services.loop import StepResult
 from services.memory import Usage
 from services.plot import write_plot
 from services.report import counts, difference
+from services.step_log import total_by_phase
 from services.verdicts import Verdicts
 
 
@@ -19,9 +20,10 @@ from services.verdicts import Verdicts
 class Summary:
     """Everything about a run that is worth keeping.
 
-    steps: of this process. verdicts: the auditor's, by step, in the order of `steps`; total: of the whole run.
-    samples: how many the auditor should have compared. records: of both sides, by what became of them.
-    setup_seconds: until both engines held the first weights. peak: memory of all processes, when it was largest.
+    steps: of the whole run, also those before it was resumed. verdicts: the auditor's, by step, in their order; total:
+    of the whole run. samples: how many the auditor should have compared.
+    Of this process only: records (of both sides, by what became of them), setup_seconds (until both engines held
+    the first weights), total_seconds, and peak (memory of all processes, when it was largest).
     """
 
     run_id: str
@@ -56,14 +58,6 @@ class Summary:
         ]
         return [text for is_so, text in found if is_so]
 
-    def seconds_by_phase(self) -> dict[str, float]:
-        """Seconds of all steps together, by phase."""
-        phases: dict[str, float] = {}
-        for step in self.steps:
-            for phase, seconds in step.seconds.items():
-                phases[phase] = phases.get(phase, 0.0) + seconds
-        return phases
-
     def to_json(self) -> dict[str, Any]:
         """The contents of summary.json."""
         return {
@@ -77,7 +71,7 @@ class Summary:
             "recomputed_mismatched": self.total.recomputed_mismatched,
             "not_comparable_samples": self.total.not_comparable,
             "reward_per_step": [step.reward for step in self.steps],
-            "seconds_by_phase": self.seconds_by_phase(),
+            "seconds_by_phase": total_by_phase(self.steps),
             "setup_seconds": self.setup_seconds,
             "total_seconds": self.total_seconds,
             "peak_memory_bytes": self.peak.total,
@@ -142,7 +136,7 @@ class Summary:
             ("records", counts({name: getattr(records, name) for name in records.__slots__})),
             (
                 "seconds",
-                _table({"in all": self.total_seconds, "set-up": self.setup_seconds, **self.seconds_by_phase()}, 1),
+                _table({"in all": self.total_seconds, "set-up": self.setup_seconds, **total_by_phase(self.steps)}, 1),
             ),
             ("peak memory, GiB", _table({"in all": self.peak.total / 2**30, **self._peak_by_role()}, 2)),
         ]

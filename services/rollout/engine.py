@@ -2,7 +2,7 @@
 
 A strict engine proves itself before it samples for anybody: it generates a few tokens, asks every worker what served
 each op and how often, compares the weights in memory with the folder, and has the reference decoder recompute the
-tokens' logprobs to the bit. EvidenceError if any of that fails.
+tokens' logprobs to the bit. After every later call it looks at the counts again. EvidenceError if any of that fails.
 """
 
 import os
@@ -32,6 +32,7 @@ __all__ = ["EngineOptions", "RolloutEngine"]
 _WARM_UP_PROMPT: Final = 5  # tokens; and so many new ones
 _WARM_UP_TOKENS: Final = 3
 _MIN_TEMPERATURE: Final = 0.01  # of vLLM
+_ONCE_A_PASS: Final = "embedding.embedding"
 _VOCAB_TILE: Final = 64  # vLLM pads the vocabulary to a multiple of it, as the contract does
 
 # What vLLM must find in the environment, in this process and in those that it starts.
@@ -60,6 +61,7 @@ class RolloutEngine:
         check_split(self._config, options)
         check_tensors(self._config, model)
         self._digest = weight_digest(model)
+        self._per_pass: list[dict[str, int]] = []
         self._llm = _start(model, options)
         if self._contract is not None:
             try:
@@ -156,7 +158,15 @@ class RolloutEngine:
 
     def _run(self, prompts: Sequence[tuple[int, ...]], parameters: list[Any]) -> list[Any]:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return [output.outputs[0] for output in self._llm.generate(inputs, parameters, use_tqdm=False)]
+        outputs = [output.outputs[0] for output in self._llm.generate(inputs, parameters, use_tqdm=False)]
+        self._require_whole_passes()
+        return outputs
+
+    def _require_whole_passes(self) -> None:
+        """Since the engine was proven, every op must have been ours in every forward pass; else EvidenceError."""
+        for evidence, per_pass in zip(self.evidence(), self._per_pass, strict=False):
+            passes = evidence.calls().get(_ONCE_A_PASS, 0)
+            evidence.require({name: n * passes for name, n in per_pass.items()})
 
     def _check_prompt(self, i: int, prompt: tuple[int, ...], how: Sampling) -> None:
         room = self._options.max_model_len
@@ -204,6 +214,7 @@ class RolloutEngine:
             )
         self._llm.reset_prefix_cache()
         self._llm.collective_rpc("reset_evidence")
+        self._per_pass = self._llm.collective_rpc("expected_evidence", args=(1,))
 
 
 def _start(model: Path, options: EngineOptions) -> Any:

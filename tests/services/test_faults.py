@@ -83,7 +83,16 @@ def test_a_rollout_that_forgets_the_temperature_in_its_logprobs_is_named(bench):
 
 def test_a_mask_shifted_by_one_is_not_comparable(bench):
     scene = bench.open()
-    scene.trainer.train(with_samples(scene.batch(), lambda s: replace(s, mask=(False, *s.mask[1:]))))
+    """The prompt's last token is counted and the response's last is not: shifted to the left, from one side's view."""
+
+    def shifted(sample):
+        whole = (False,) * len(sample.rollout.prompt) + sample.mask
+        moved = (*whole[1:], False)
+        return replace(sample, mask=moved[len(sample.rollout.prompt) :])
+
+    scene = bench.open()
+    batch = scene.batch()
+    scene.trainer.train(with_samples(batch, shifted))
     found = scene.verdicts()
     assert found.by_condition == {"inputs": SAMPLES}
 

@@ -74,8 +74,8 @@ def _latest(config_file):
 
 @pytest.fixture(scope="module")
 def whole(config_file):
-    """A strict run with a trainer of two ranks, whose auditor is killed after the second step."""
-    run = Started("--config", config_file, "--set", "trainer.tp_size=2")
+    """A strict run with two ranks on each side, whose auditor is killed after the second step."""
+    run = Started("--config", config_file, "--set", "trainer.tp_size=2", "--set", "rollout.tp_size=2")
     run.read_until("   1   ")
     (auditor,) = [p for p in run.descendants() if "auditor.main" in " ".join(p.cmdline())]
     auditor.kill()
@@ -132,9 +132,26 @@ def test_an_interrupted_run_leaves_no_process_and_resumed_it_ends_with_the_bits_
     resumed.end(0)
     folder, summary = _latest(config_file)
     assert folder == interrupted
-    assert summary["weights"] == whole[2]["weights"]
-    assert summary["verdicts"] == {"match": STEPS * SAMPLES}
+    _is_the_whole_run(summary, whole[2])
     assert summary["records"]["refused"] == 0
+
+
+def test_a_run_killed_outright_takes_its_processes_along_and_resumed_it_ends_with_the_same_bits(whole, config_file):
+    run = Started("--config", config_file, "--set", "run.steps=100")
+    run.read_until("   2   ")  # a step past the checkpoint
+    left = run.descendants()
+    run.process.kill()
+    run.process.wait()
+    _gone(left, seconds=60.0)  # Ray's own agents look for their parent only now and then
+    killed = (config_file.parent / "runs" / "latest").resolve()
+
+    Started("--resume", killed, "--set", f"run.steps={STEPS}").end(0)
+    folder, summary = _latest(config_file)
+    assert folder == killed
+    _is_the_whole_run(summary, whole[2])
+    ledger = sqlite3.connect(folder / "ledger.sqlite")
+    per_side = dict(ledger.execute("SELECT side, count(*) FROM records WHERE step < ? GROUP BY side", (STEPS,)))
+    assert per_side == {"rollout": STEPS * SAMPLES, "trainer": STEPS * SAMPLES}
 
 
 def test_a_native_run_shows_what_strict_removes_and_says_its_alert(config_file):
@@ -144,6 +161,15 @@ def test_a_native_run_shows_what_strict_removes_and_says_its_alert(config_file):
     assert summary["mismatched_tokens"] > 0
     assert summary["max_abs_diff"] > 0
     assert "alert MismatchedTokens (critical): Run " in output
+
+
+def _is_the_whole_run(summary, whole):
+    """Also what the job itself knows of the steps before it was resumed."""
+    assert summary["weights"] == whole["weights"]
+    assert summary["verdicts"] == {"match": STEPS * SAMPLES}
+    assert summary["steps"] == STEPS
+    assert summary["reward_per_step"] == whole["reward_per_step"]
+    assert [step["loss"] for step in summary["per_step"]] == [step["loss"] for step in whole["per_step"]]
 
 
 def _gone(processes, seconds=20.0):

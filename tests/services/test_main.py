@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from services import job
+from services.config import load_config
 from services.main import main
+from services.run_folder import RunFolder
 from tests.models import write_tiny_model
 
 
@@ -43,6 +45,22 @@ def test_a_mistake_is_one_line_that_says_what_would_be_right(config_file, capsys
 def test_a_run_that_is_not_there_cannot_be_resumed(tmp_path, capsys):
     assert main(["--resume", "yesterday", "--set", f"run.directory={tmp_path}"]) == 2
     assert "no run 'yesterday'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("numerics.mode=native", "numerics.mode = 'native': the run that is resumed has 'strict' in all its steps"),
+        ("numerics.profile=sm90", "numerics.profile = 'sm90': the run that is resumed has 'portable'"),
+        ("numerics.segments=2", "numerics.segments = 2: the run that is resumed has 1"),
+        ("run.seed=7", "run.seed = 7: the run that is resumed has 1"),
+    ],
+)
+def test_what_holds_for_a_whole_run_cannot_change_when_it_is_resumed(config_file, capsys, change, says):
+    config = load_config(config_file)
+    folder = RunFolder.create(config)
+    assert main(["--resume", str(folder.path), "--set", change]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_named(config_file, capsys):

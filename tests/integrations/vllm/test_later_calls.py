@@ -1,0 +1,50 @@
+"""A proven engine stays proven: what changes later is noticed by the next call, in one process and in several."""
+
+import pytest
+import torch
+
+from rl_kernel.errors import EvidenceError, RlKernelError
+from rl_kernel.integrations.evidence import Evidence
+from rl_kernel.integrations.vllm import layers
+from services.records import Sampling
+from tests.integrations.vllm.requests import prompts, run
+
+
+def _other_silu(layer, x):
+    width = x.shape[-1] // 2
+    return torch.nn.functional.silu(x[:, :width]) * x[:, width:]
+
+
+def test_an_op_that_something_else_serves_from_now_on_ends_the_next_call(make_engine, models, monkeypatch):
+    engine = make_engine(models["llama"])
+    asked = prompts(3)
+    run(engine, asked)
+    monkeypatch.setattr(layers.StrictSiluAndMul, "forward", _other_silu)
+    with pytest.raises(EvidenceError, match=r"swiglu\.swiglu was called \d+ times, the model implies \d+"):
+        run(engine, asked)
+
+
+def test_a_scoring_call_is_looked_at_too(make_engine, models, monkeypatch):
+    engine = make_engine(models["llama"])
+    monkeypatch.setattr(layers.StrictSiluAndMul, "forward", _other_silu)
+    with pytest.raises(EvidenceError, match=r"swiglu\.swiglu was called 0 times"):
+        engine.score((1, 2, 3, 4), 2, 1.0)
+
+
+def _leave_silu_to_torch(worker):
+    """Runs in the worker's own process."""
+    layers.StrictSiluAndMul.forward = _other_silu
+
+
+@pytest.mark.slow
+def test_of_two_ranks_in_their_own_processes_the_one_that_cheats_is_named(make_engine, models, monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to send the cheat there; strict mode never does
+    engine = make_engine(models["llama"], segments=2, tp_size=2)
+    how = [Sampling(1.0, seed=0, max_new_tokens=2)]
+    engine.generate([(1, 2, 3)], how)
+    assert [e.rank for e in engine.evidence()] == [0, 1]
+    engine._llm.collective_rpc(_leave_silu_to_torch)
+    with pytest.raises(RlKernelError, match=r"rank 0: swiglu\.swiglu was called"):
+        engine.generate([(1, 2, 3)], how)
+    counts = [Evidence.calls(e)["swiglu.swiglu"] for e in engine.evidence()]
+    assert counts[0] == counts[1]
