@@ -30,6 +30,11 @@ class Run(Section):
 
     steps: int = Field(default=5, ge=1, description="RL steps; with --resume the step to stop at")
     seed: int = Field(default=1, ge=0, description="prompts and sampling draw from it")
+    name: str = Field(
+        default="",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
+        description="its run ids begin with it and a dot, so that an auditor's token can be for them (NAME.*)",
+    )
     directory: str = Field(default="runs", description="each run gets a folder here, and `latest` points at the newest")
     checkpoint_every: int = Field(
         default=0, ge=0, description="steps between checkpoints (for --resume); 0 writes none"
