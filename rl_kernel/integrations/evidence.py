@@ -5,9 +5,9 @@ is not counted did not happen. `Evidence.require` turns a count that the model's
 EvidenceError: an op that something else served leaves a hole in the counts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rl_kernel.errors import EvidenceError
 from rl_kernel.plan import Plan
@@ -74,13 +74,36 @@ class Evidence:
                 )
 
 
-class CountingPlan:
-    """A plan whose functions count their calls. One per engine and process."""
+class Tally(Protocol):
+    """Counts calls that are being recorded for later: once for each time that the recording is played."""
 
-    def __init__(self, plan: Plan, *, engine: str, rank: int = 0) -> None:
+    def recording(self) -> bool:
+        """Whether a call made now is recorded rather than run."""
+
+    def note(self, cell: int) -> None:
+        """Count a recorded call in `cell`."""
+
+    def seal(self) -> None:
+        """Close what was noted: from here on, playing the recording so far counts it."""
+
+    def read(self) -> Sequence[int]:
+        """How often each cell's calls were played; EvidenceError if some recording would play them uncounted."""
+
+    def reset(self) -> None:
+        """Count from zero; recordings stay."""
+
+
+class CountingPlan:
+    """A plan whose functions count their calls. One per engine and process.
+
+    tally: where calls are counted that a CUDA graph records and replays; None where nothing is recorded.
+    """
+
+    def __init__(self, plan: Plan, *, engine: str, rank: int = 0, tally: Tally | None = None) -> None:
         self.plan = plan
         self._engine = engine
         self._rank = rank
+        self._tally = tally
         self._calls: dict[tuple[str, str], list[int]] = {}
         self._foreign: dict[str, list[str]] = {}
 
@@ -89,9 +112,13 @@ class CountingPlan:
         name = name or op
         target = self.plan.resolve(op).function(name)
         cell = self._calls.setdefault((op, name), [0])
+        place, tally = list(self._calls).index((op, name)), self._tally
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            cell[0] += 1
+            if tally is not None and tally.recording():
+                tally.note(place)
+            else:
+                cell[0] += 1
             return target(*args, **kwargs)
 
         return counted
@@ -104,17 +131,21 @@ class CountingPlan:
         """Forget the calls counted so far; what is foreign stays."""
         for cell in self._calls.values():
             cell[0] = 0
+        if self._tally is not None:
+            self._tally.reset()
 
     def evidence(self) -> Evidence:
         """Return what was counted since the last reset."""
         contract = self.plan.contract
+        played = self._tally.read() if self._tally is not None else [0] * len(self._calls)
+        calls = {key: cell[0] + n for (key, cell), n in zip(self._calls.items(), played, strict=False)}
         ops = tuple(
             OpEvidence(
                 op=c.op,
                 backend=self.plan.resolve(c.op).name,
                 device=self.plan.device,
                 contract=c.digest(),
-                calls={name: cell[0] for (op, name), cell in self._calls.items() if op == c.op},
+                calls={name: n for (op, name), n in calls.items() if op == c.op},
                 fallbacks=len(self._foreign.get(c.op, ())),
             )
             for c in contract.ops

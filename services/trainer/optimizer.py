@@ -75,12 +75,20 @@ class AdamW:
             first.mul_(beta1).add_(g * (1.0 - beta1))
             second.mul_(beta2).add_(g.mul_(g).mul_(1.0 - beta2))
             denominator = torch.mul(second, correct2, out=g)
-            np.sqrt(g.numpy(), out=g.numpy())
+            _square_root(denominator)
             denominator.add_(self._options.epsilon)
             change = (first * correct1).div_(denominator).mul_(rate)
             if decay != 1.0:
                 master.mul_(decay)
             master.sub_(change)
+
+
+def _square_root(x: Tensor) -> None:
+    """In place, correctly rounded: NumPy's on a CPU, the device's on a GPU, where torch's is sqrt.rn."""
+    if x.is_cuda:
+        x.sqrt_()
+    else:
+        np.sqrt(x.numpy(), out=x.numpy())
 
 
 def gradient_norm(gradients: Iterator[Piece], blocks: int, tp: TensorParallel) -> float:

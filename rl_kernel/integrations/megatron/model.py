@@ -38,15 +38,16 @@ class StrictGPTModel(GPTModel):
 class StrictModel:
     """One rank's share of a strict model: logprobs, gradients, and the proof of what computed them.
 
-    layout, tp: which share it is. parameters: Megatron name → parameter, in Megatron's order.
+    layout, tp: which share it is. parameters: Megatron name → parameter, in Megatron's order. device: the plan's, of
+    this process.
     """
 
     def __init__(self, folder: Path, plan: Plan, tp: TensorParallel) -> None:
         decoder, contract = DecoderConfig.read(folder), plan.contract
-        self.tp, self.layout = tp, _layout(decoder, contract, tp)
+        self.tp, self.layout, self.device = tp, _layout(decoder, contract, tp), torch.device(plan.device)
         self.plan = CountingPlan(plan, engine="megatron", rank=tp.rank)
         self._ops = StrictOps(self.plan.function, contract.segments, tp)
-        self.module = _build(self.layout, self._ops, self.plan)
+        self.module = _build(self.layout, self._ops, self.plan).to(self.device)
         self.parameters: dict[str, Tensor] = dict(self.module.named_parameters())
         self._passes = Passes()
 
@@ -55,12 +56,13 @@ class StrictModel:
         load_folder(folder, self.layout, self.parameters, self.tp)
 
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
-        """fp32 logprob of every target of `packed`; differentiable unless under torch.no_grad().
+        """fp32 logprob of every target of `packed`, on the model's device; differentiable unless under no_grad().
 
         Raises EvidenceError if a module of the model is not ours.
         """
         refuse_foreign_modules(self.module)
         self._passes.forward += 1
+        packed = packed.to(self.device)
         rows = PackedRows(
             qkv_format="thd",
             cu_seqlens_q=packed.offsets,
@@ -77,7 +79,7 @@ class StrictModel:
     def backward(self, logprobs: Tensor, gradient: Tensor) -> None:
         """Continue every main gradient by the part of these logprobs, whose gradient is `gradient` (fp32)."""
         self._passes.backward += 1
-        logprobs.backward(gradient)
+        logprobs.backward(gradient.to(self.device))
 
     def clear_gradients(self) -> None:
         """Set every main gradient to zero: the start of a step."""

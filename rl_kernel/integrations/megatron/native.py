@@ -20,9 +20,9 @@ _VOCAB_MULTIPLE = 64
 class NativeModel:
     """One rank's share of a stock model, with the interface of `StrictModel`."""
 
-    def __init__(self, folder: Path, tp: TensorParallel) -> None:
+    def __init__(self, folder: Path, tp: TensorParallel, device: str = "cpu") -> None:
         decoder = DecoderConfig.read(folder)
-        self.tp = tp
+        self.tp, self.device = tp, torch.device(device)
         self.layout = native_layout(decoder, vocab_tile=_VOCAB_MULTIPLE, tp_size=tp.size, rank=tp.rank)
         self.module = GPTModel(
             transformer_config(self.layout, activation_module=False),
@@ -32,7 +32,7 @@ class NativeModel:
             share_embeddings_and_output_weights=decoder.tied,
             position_embedding_type="rope",
             rotary_base=decoder.rope_theta,
-        ).to(torch.bfloat16)
+        ).to(self.device, torch.bfloat16)
         self.parameters: dict[str, Tensor] = dict(self.module.named_parameters())
 
     def load(self, folder: Path) -> None:
@@ -41,20 +41,21 @@ class NativeModel:
 
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
         """fp32 logprob of every target of `packed`; the samples are padded to the longest on the right."""
+        packed = packed.to(self.device)
         ids, where = _pad(packed)
-        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
         # A hook, because only rows with a target should pay for the output layer, as in the strict model.
         hook = self.module.output_layer.register_forward_pre_hook(
             lambda _, args: (args[0].transpose(0, 1)[where].unsqueeze(1), *args[1:])
         )
         with hook:
-            logits = self.module(ids, positions, _causal_mask(ids.shape[1]), runtime_gather_output=True)
+            logits = self.module(ids, positions, _causal_mask(ids.shape[1], self.device), runtime_gather_output=True)
         heated = logits.squeeze(0).float()[:, : self.layout.decoder.vocab] / temperature
         return torch.log_softmax(heated, dim=-1).gather(1, packed.targets.unsqueeze(1)).squeeze(1)
 
     def backward(self, logprobs: Tensor, gradient: Tensor) -> None:
         """Add to every main gradient (fp32) the bf16 gradient of these logprobs."""
-        logprobs.backward(gradient)
+        logprobs.backward(gradient.to(self.device))
         for parameter in self.module.parameters():
             parameter.main_grad.add_(parameter.grad)
             parameter.grad = None
@@ -74,15 +75,15 @@ class NativeModel:
         """Nothing is claimed, so nothing is proved."""
 
 
-def _causal_mask(length: int) -> Tensor:
+def _causal_mask(length: int, device: torch.device) -> Tensor:
     # Megatron makes the same mask itself, but on CUDA only. Padding is on the right, where causality hides it.
-    return torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
 
 def _pad(packed: Packed) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Token ids [R,S] padded with 0, and (sample, position) of every row that has a target."""
     lengths = packed.offsets.diff().long()
-    ids = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.int64)
-    sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    ids = packed.ids.new_zeros(len(lengths), int(lengths.max()))
+    sample = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths)
     ids[sample, packed.positions] = packed.ids
     return ids, (sample[packed.rows], packed.positions[packed.rows])

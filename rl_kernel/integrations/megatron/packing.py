@@ -31,6 +31,11 @@ class Packed:
     rows: Tensor
     targets: Tensor
 
+    def to(self, device: torch.device) -> "Packed":
+        """The same on `device`."""
+        parts = (self.ids, self.positions, self.offsets, self.rows, self.targets)
+        return Packed(*(part.to(device) for part in parts))
+
 
 def pack(samples: Sequence[Tokens], *, vocab: int, max_position: int) -> Packed:
     """Pack `samples` in their order. Raises ShapeError: an empty prompt or response, a length or an id out of range."""

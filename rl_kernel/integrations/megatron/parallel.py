@@ -1,4 +1,4 @@
-"""Process groups for Megatron-core on CPU: gloo, one model over `tp_size` processes, nothing else parallel."""
+"""Process groups for Megatron-core: one model over `tp_size` processes, by gloo on CPUs and NCCL on GPUs."""
 
 import os
 
@@ -11,17 +11,20 @@ from rl_kernel.errors import ContractError
 from rl_kernel.torch_autograd import TensorParallel
 
 
-def join_tensor_parallel(tp_size: int = 1, rank: int = 0, rendezvous: str = "") -> TensorParallel:
+def join_tensor_parallel(tp_size: int = 1, rank: int = 0, rendezvous: str = "", device: str = "cpu") -> TensorParallel:
     """Make this process rank `rank` of `tp_size`; every rank calls it, and returns when all have.
 
     rendezvous: a URL that torch.distributed accepts and all ranks share (`file:///…` on one host, `tcp://host:port`);
-    needed from two ranks up. Called again with the same size, it returns the group that exists.
+    needed from two ranks up. device: `cpu`, or `cuda`: this process then takes the GPU of its rank among those it sees.
+    Called again with the same size, it returns the group that exists.
     """
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     if not torch.cuda.is_available():
         # Megatron asks for the current CUDA device where it means "the device of the model".
         torch.cuda.current_device = lambda: torch.device("cpu")
     if not dist.is_initialized():
-        _initialize(tp_size, rank, rendezvous)
+        _initialize(tp_size, rank, rendezvous, "nccl" if device == "cuda" else "gloo")
     elif dist.get_world_size() != tp_size:
         raise ContractError(f"this process is one of {dist.get_world_size()} ranks; TP {tp_size} needs new processes")
     if not parallel_state.model_parallel_is_initialized():
@@ -39,13 +42,13 @@ def leave_tensor_parallel() -> None:
         dist.destroy_process_group()
 
 
-def _initialize(tp_size: int, rank: int, rendezvous: str) -> None:
+def _initialize(tp_size: int, rank: int, rendezvous: str, backend: str) -> None:
     if tp_size == 1 or rendezvous.startswith("file://"):
         # One host: loopback, so that a machine without a resolvable name can run too.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if tp_size == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     elif not rendezvous:
         raise ContractError(f"TP {tp_size} needs a rendezvous that its ranks share, such as file:///path/to/new/file")
     else:
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=tp_size)
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=tp_size)

@@ -57,12 +57,13 @@ class StrictRopeTable(torch.nn.Module):
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         super().__init__()
-        self.table = (cos, sin)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def get_rotary_seq_len(self, *_: Any) -> int:
         """Rows of the table; Megatron asks before it calls."""
-        return int(self.table[0].shape[0])
+        return int(self.cos.shape[0])
 
     def forward(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return cos and sin, fp32 [P,D/2]."""
-        return self.table
+        return self.cos, self.sin

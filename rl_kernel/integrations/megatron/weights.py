@@ -53,7 +53,7 @@ class Piece:
         """The whole tensor, gathered from all ranks (each calls this, in one order); at TP 1 a view if it can be."""
         gathered = self.local
         if self.axis is not None and tp.size > 1:
-            parts = [torch.empty(self.local.shape, dtype=self.local.dtype) for _ in range(tp.size)]
+            parts = [self.local.new_empty(self.local.shape) for _ in range(tp.size)]
             dist.all_gather(parts, self.local.contiguous(), group=tp.group)
             gathered = torch.cat(parts, dim=self.axis)
         if self.padding:
@@ -132,5 +132,5 @@ def own_digest(layout: Layout, parameters: Mapping[str, Tensor], tp: TensorParal
 
 def bf16_bits(tensor: Tensor) -> Array:
     """The bit patterns of a bf16 tensor, uint16."""
-    bits: Array = tensor.detach().contiguous().view(torch.uint16).numpy()
+    bits: Array = tensor.detach().contiguous().view(torch.uint16).cpu().numpy()
     return bits

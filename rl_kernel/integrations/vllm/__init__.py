@@ -13,8 +13,10 @@ from rl_kernel.errors import EvidenceError
 
 QUANTIZATION = "rl_kernel_strict"
 STRICT_WORKER = "rl_kernel.integrations.vllm.worker.StrictCPUWorker"
-_PLUGIN = "rl_kernel"
 NATIVE_WORKER = "rl_kernel.integrations.vllm.worker.NativeCPUWorker"
+STRICT_GPU_WORKER = "rl_kernel.integrations.vllm.gpu_worker.StrictGPUWorker"
+NATIVE_GPU_WORKER = "rl_kernel.integrations.vllm.gpu_worker.NativeGPUWorker"
+_PLUGIN = "rl_kernel"
 
 
 def register() -> None:
@@ -36,27 +38,35 @@ def require_plugin() -> None:
         raise EvidenceError(f"vLLM would not load rl_kernel: VLLM_PLUGINS={allowed!r} does not name it")
 
 
-def engine_arguments(*, profile: str = "portable", segments: int = 1, enforce: bool = True) -> dict[str, Any]:
+def engine_arguments(
+    *, profile: str = "portable", segments: int = 1, enforce: bool = True, device: str = "cpu"
+) -> dict[str, Any]:
     """The arguments that make `vllm.LLM` (or its engine arguments) strict.
 
     enforce: a worker that finds an op served by anything else refuses to start. Without it the worker only reports
-    that, and whoever built the engine must look at the evidence.
+    that, and whoever built the engine must look at the evidence. device: `cpu`, or `cuda`, where the model is compiled
+    and captured in CUDA graphs unless `enforce_eager` says otherwise.
     """
-    return {
+    arguments: dict[str, Any] = {
         "dtype": "bfloat16",
         "quantization": QUANTIZATION,
-        "worker_cls": STRICT_WORKER,
-        "enforce_eager": True,
         "logprobs_mode": "processed_logprobs",
         "additional_config": {"rl_kernel": {"profile": profile, "segments": segments, "enforce": enforce}},
     }
-
-
-def native_engine_arguments() -> dict[str, Any]:
-    """The same for the control group: vLLM's own arithmetic in the same dtype, with the same calls on the worker."""
-    return {
-        "dtype": "bfloat16",
-        "worker_cls": NATIVE_WORKER,
-        "enforce_eager": True,
-        "logprobs_mode": "processed_logprobs",
+    if device == "cpu":
+        return arguments | {"worker_cls": STRICT_WORKER, "enforce_eager": True}
+    return arguments | {
+        "worker_cls": STRICT_GPU_WORKER,
+        "attention_backend": "CUSTOM",
+        "enable_batch_sharded_sampling": False,
+        # vLLM would warm its kernels up with requests that strict mode refuses.
+        "kernel_config": {"enable_jit_warmup": False},
     }
+
+
+def native_engine_arguments(*, device: str = "cpu") -> dict[str, Any]:
+    """The same for the control group: vLLM's own arithmetic in the same dtype, with the same calls on the worker."""
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "logprobs_mode": "processed_logprobs"}
+    if device == "cpu":
+        return arguments | {"worker_cls": NATIVE_WORKER, "enforce_eager": True}
+    return arguments | {"worker_cls": NATIVE_GPU_WORKER}

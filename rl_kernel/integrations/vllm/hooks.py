@@ -23,6 +23,7 @@ from rl_kernel.integrations.vllm.layers import (
     StrictSiluAndMul,
     StrictVocabParallelEmbedding,
 )
+from rl_kernel.integrations.vllm.paged_attention import PagedAttentionBackend
 from rl_kernel.integrations.vllm.runtime import StrictRuntime, building_with
 
 LAYERS: Final[dict[str, type[torch.nn.Module]]] = {
@@ -33,14 +34,15 @@ LAYERS: Final[dict[str, type[torch.nn.Module]]] = {
     "VocabParallelEmbedding": StrictVocabParallelEmbedding,
 }
 ATTENTION: Final[dict[AttentionBackendEnum, type[StrictAttentionBackend]]] = {
-    AttentionBackendEnum.CPU_ATTN: StrictAttentionBackend
+    AttentionBackendEnum.CPU_ATTN: StrictAttentionBackend,
+    AttentionBackendEnum.CUSTOM: PagedAttentionBackend,
 }
 
 
 @contextmanager
 def strict_layers(runtime: StrictRuntime) -> Iterator[None]:
     """Let vLLM build a model out of strict layers inside this context."""
-    taken = LAYERS.keys() & op_registry_oot.keys()
+    taken = (LAYERS.keys() & op_registry_oot.keys()) | {name.name for name in ATTENTION if name.is_overridden()}
     if taken:
         names = ", ".join(sorted(taken))
         raise PlanError(f"another vLLM plugin already replaces {names}; strict mode must replace them itself")

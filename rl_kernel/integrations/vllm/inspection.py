@@ -23,8 +23,8 @@ from rl_kernel.integrations.vllm.layers import (
     StrictSiluAndMul,
     StrictVocabParallelEmbedding,
 )
+from rl_kernel.integrations.vllm.paged_attention import PagedAttentionImpl
 from rl_kernel.integrations.vllm.quantization import StrictEmbeddingMethod, StrictLinearMethod
-from rl_kernel.integrations.vllm.sampler import StrictSampler
 
 CONTAINERS = frozenset(
     {
@@ -46,11 +46,11 @@ STRICT_LAYERS = frozenset({StrictRMSNorm, StrictSiluAndMul, StrictRotaryEmbeddin
 LINEARS = frozenset({StrictRowParallelLinear, linear.QKVParallelLinear, linear.MergedColumnParallelLinear})
 EMBEDDINGS = frozenset({StrictVocabParallelEmbedding, vocab_parallel_embedding.ParallelLMHead})
 
-# vLLM layers that leave the arithmetic to a part of theirs: which attribute, and what it must be.
-_PARTS: tuple[tuple[frozenset[type], str, type], ...] = (
-    (LINEARS, "quant_method", StrictLinearMethod),
-    (EMBEDDINGS, "quant_method", StrictEmbeddingMethod),
-    (frozenset({Attention}), "impl", StrictAttentionImpl),
+# vLLM layers that leave the arithmetic to a part of theirs: which attribute, and what it may be.
+_PARTS: tuple[tuple[frozenset[type], str, frozenset[type]], ...] = (
+    (LINEARS, "quant_method", frozenset({StrictLinearMethod})),
+    (EMBEDDINGS, "quant_method", frozenset({StrictEmbeddingMethod})),
+    (frozenset({Attention}), "impl", frozenset({StrictAttentionImpl, PagedAttentionImpl})),
 )
 # What a vLLM layer computes, most derived first; for the message.
 _OPS: tuple[tuple[type, str], ...] = (
@@ -65,20 +65,22 @@ _OPS: tuple[tuple[type, str], ...] = (
 )
 
 
-def foreign_sites(model: nn.Module, sampler: object) -> Iterator[tuple[str, str]]:
-    """Yield (op, `path is class`) for every site of `model`, and the sampler, that something else serves."""
+def foreign_sites(model: nn.Module, sampler: object, wanted: type) -> Iterator[tuple[str, str]]:
+    """Yield (op, `path is class`) for every site of `model`, and the sampler if not `wanted`, that is not ours."""
     for path, module in model.named_modules():
         fault = _fault(module)
         if fault:
             yield _op(module), f"{path or 'model'} ({fault})"
-    if type(sampler) is not StrictSampler:
+    if type(sampler) is not wanted:
         yield "linear_logp", f"the sampler ({_name(sampler)})"
 
 
-def expected_calls(config: Any, *, tp_size: int, steps: int, sampling_steps: int) -> dict[str, int]:
+def expected_calls(
+    config: Any, *, tp_size: int, steps: int, sampling_steps: int, opaque: bool = False
+) -> dict[str, int]:
     """Calls of each function on one rank after `steps` forward passes, `sampling_steps` of which sampled with logprobs.
 
-    config: of Hugging Face.
+    config: of Hugging Face. opaque: the layers call operators.
     """
     layers, qk_norm = config.num_hidden_layers, config.model_type == "qwen3"
     return {
@@ -86,7 +88,8 @@ def expected_calls(config: Any, *, tp_size: int, steps: int, sampling_steps: int
         "gemm.gemm": 4 * layers * steps + sampling_steps,
         "rms_norm.rms_norm": (1 + 2 * layers * qk_norm) * steps,
         "rms_norm.add_rms_norm": 2 * layers * steps,
-        "rope.rope": (2 if qk_norm else 1) * layers * steps,  # normalised queries and keys no longer lie side by side
+        # One call where queries and keys are seen to lie side by side.
+        "rope.rope": (2 if qk_norm or opaque else 1) * layers * steps,
         "swiglu.swiglu": layers * steps,
         "attention.paged_attention": layers * steps,
         "linear_logp.logp_from_logits": sampling_steps,
@@ -101,10 +104,10 @@ def _fault(module: nn.Module) -> str | None:
         return f"{_name(module)} with a patched forward or a hook"
     if kind in CONTAINERS or kind in STRICT_LAYERS:
         return None
-    for kinds, part, wanted in _PARTS:
+    for kinds, part, ours in _PARTS:
         if kind in kinds:
             served_by = getattr(module, part)
-            return None if type(served_by) is wanted else _name(served_by)
+            return None if type(served_by) in ours else _name(served_by)
     if kind is logits_processor.LogitsProcessor and _plain(module):
         return None
     return _name(module)

@@ -18,11 +18,15 @@ from rl_kernel.reference.rope_table import rope_table
 
 
 class StrictRMSNorm(RMSNorm):
-    """RMSNorm over the last axis, also per head; with a residual, the sum is rounded to bf16 first."""
+    """RMSNorm over the last axis, also per head; with a residual, the sum is rounded to bf16 first.
+
+    seal: keyword of the operator that ends a piece of captured code, set on the model's last norm.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         plan = current_runtime().plan
+        self.seal: dict[str, bool] = {}
         self._norm = plan.function("rms_norm")
         self._add_norm = plan.function("rms_norm", "add_rms_norm")
 
@@ -34,7 +38,7 @@ class StrictRMSNorm(RMSNorm):
         if residual is None:
             normed: torch.Tensor = self._norm(x, weight, self.variance_epsilon)
             return normed
-        y, new_residual = self._add_norm(x, residual, weight, self.variance_epsilon)
+        y, new_residual = self._add_norm(x, residual, weight, self.variance_epsilon, **self.seal)
         return y, new_residual
 
 
@@ -65,9 +69,12 @@ class StrictRotaryEmbedding(RotaryEmbedding):
         init_cache: bool = True,
     ) -> None:
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache=False)
-        self._rope = current_runtime().plan.function("rope")
-        cos, sin = rope_table(base, rotary_dim, max_position_embeddings)
-        self._cos, self._sin = torch.from_numpy(cos), torch.from_numpy(sin)
+        runtime = current_runtime()
+        self._rope, self._opaque = runtime.plan.function("rope"), runtime.opaque
+        device = torch.empty(0).device  # where vLLM builds the model
+        cos, sin = (torch.from_numpy(x).to(device) for x in rope_table(base, rotary_dim, max_position_embeddings))
+        self.register_buffer("_cos", cos, persistent=False)
+        self.register_buffer("_sin", sin, persistent=False)
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
@@ -75,6 +82,8 @@ class StrictRotaryEmbedding(RotaryEmbedding):
         """query[T,H·D], key[T,G·D], positions[T] int64 → both rotated; in one call where they lie side by side."""
         if key is None:
             return self._rotate(query, positions), None
+        if self._opaque:  # a compiler knows no addresses; what comes next is attention, which ends the captured piece
+            return self._rotate(query, positions), self._rotate(key, positions, seal=True)
         tokens, width = query.shape
         both = width + key.shape[1]
         if (
@@ -86,9 +95,9 @@ class StrictRotaryEmbedding(RotaryEmbedding):
             return rotated[:, :width], rotated[:, width:]
         return self._rotate(query, positions), self._rotate(key, positions)
 
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor, **seal: bool) -> torch.Tensor:
         x_THD = x.view(x.shape[0], -1, self.head_size)
-        rotated: torch.Tensor = self._rope(x_THD, self._cos, self._sin, positions)
+        rotated: torch.Tensor = self._rope(x_THD, self._cos, self._sin, positions, **seal)
         return rotated.view(x.shape)
 
 

@@ -1,8 +1,9 @@
 """Linears, lm_head and embedding as vLLM "quantization": the one door through which vLLM lets a linear be replaced.
 
-Nothing is quantised. Weights are bf16; after loading, a matrix exists only in the packed form that products read, so
-that the digest of what is in memory (`weights`) is the digest of what computes. Shapes: T tokens, K input
-features, N output features of this rank, V ids of this rank.
+Nothing is quantised. Weights are bf16; after loading, a matrix exists only in the form that products read, so that
+the digest of what is in memory (`weights`) is the digest of what computes: packed for functions, as it was loaded for
+operators, whose graphs hold its address. Shapes: T tokens, K input features, N output features of this rank, V ids of
+this rank.
 """
 
 from typing import Any
@@ -55,7 +56,7 @@ class StrictLinearMethod(LinearMethodBase):
     """y[T,N] = x[T,K] W[N,K]ᵀ by contract. A row-parallel rank of several returns its fp32 partial sum."""
 
     def __init__(self, runtime: StrictRuntime, *, row_parallel: bool) -> None:
-        self._gemm = runtime.plan.function("gemm")
+        self._gemm, self._packs = runtime.plan.function("gemm"), not runtime.opaque
         self._pack = runtime.plan.plan.resolve("gemm").function("pack")
         self._segments = runtime.own_segments if row_parallel else 1
         self._out_dtype = torch.float32 if row_parallel and runtime.tp_size > 1 else torch.bfloat16
@@ -75,22 +76,26 @@ class StrictLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the loaded weight and give its own memory back."""
+        if not self._packs:
+            return
         layer.packed = self._pack(layer.weight.data, getattr(layer, "packed", None))
         layer.weight.data = layer.weight.data.new_empty(0)
 
     def make_room(self, layer: torch.nn.Module) -> None:
         """Let `layer.weight` be loaded again."""
-        layer.weight.data = torch.empty(layer.packed.shape, dtype=torch.bfloat16)
+        if self._packs:
+            layer.weight.data = torch.empty(layer.packed.shape, dtype=torch.bfloat16)
 
     def matrix(self, layer: torch.nn.Module) -> torch.Tensor:
         """W[N,K] as the products read it."""
-        matrix: torch.Tensor = layer.packed.unpack()
+        matrix: torch.Tensor = layer.packed.unpack() if self._packs else layer.weight.data
         return matrix
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x[T,K] bf16 → y[T,N] bf16, or the fp32 partial sum."""
         assert bias is None, "a model with biases is refused before it is built"
-        result: torch.Tensor = self._gemm(x, layer.packed, segments=self._segments, out_dtype=self._out_dtype)
+        weight = layer.packed if self._packs else layer.weight
+        result: torch.Tensor = self._gemm(x, weight, segments=self._segments, out_dtype=self._out_dtype)
         return result
 
 
@@ -99,7 +104,7 @@ class StrictEmbeddingMethod(QuantizeMethodBase):
 
     def __init__(self, runtime: StrictRuntime) -> None:
         self._embedding = runtime.plan.function("embedding")
-        self._gemm = runtime.plan.function("gemm")
+        self._gemm, self._packs = runtime.plan.function("gemm"), not runtime.opaque
         self._pack = runtime.plan.plan.resolve("gemm").function("pack")
         self._tied = False
 
@@ -118,19 +123,20 @@ class StrictEmbeddingMethod(QuantizeMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the output layer's weight. The embedding's stays: its rows are looked up."""
-        if isinstance(layer, ParallelLMHead):
+        if self._packs and isinstance(layer, ParallelLMHead):
             layer.packed = self._pack(layer.weight.data, getattr(layer, "packed", None))
             if not self._tied:
                 layer.weight.data = layer.weight.data.new_empty(0)
 
     def make_room(self, layer: torch.nn.Module) -> None:
         """Let `layer.weight` be loaded again."""
-        if isinstance(layer, ParallelLMHead) and not self._tied:
+        if self._packs and isinstance(layer, ParallelLMHead) and not self._tied:
             layer.weight.data = torch.empty(layer.packed.shape, dtype=torch.bfloat16)
 
     def matrix(self, layer: torch.nn.Module) -> torch.Tensor:
         """W[V,K] as the output layer or the embedding reads it."""
-        matrix: torch.Tensor = layer.packed.unpack() if isinstance(layer, ParallelLMHead) else layer.weight.data
+        packed = self._packs and isinstance(layer, ParallelLMHead)
+        matrix: torch.Tensor = layer.packed.unpack() if packed else layer.weight.data
         return matrix
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
@@ -142,12 +148,13 @@ class StrictEmbeddingMethod(QuantizeMethodBase):
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states x[T,K] bf16 → logits[T,V] fp32 of this rank's ids."""
         assert bias is None, "a model with biases is refused before it is built"
-        result: torch.Tensor = self._gemm(x, layer.packed, out_dtype=torch.float32)
+        weight = layer.packed if self._packs else layer.weight
+        result: torch.Tensor = self._gemm(x, weight, out_dtype=torch.float32)
         return result
 
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
         """Ids[T] int64 → rows[T,K] bf16."""
-        result: torch.Tensor = self._embedding(input_, layer.weight.data)
+        result: torch.Tensor = self._embedding(input_, layer.weight)
         return result
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_kernel.errors import PlanError
 from rl_kernel.integrations.evidence import CountingPlan
+from rl_kernel.integrations.opaque.plan import OpaquePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,11 @@ class StrictRuntime:
     tp_size: int
     tp_rank: int
     group: Any
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the layers' functions are torch operators, which take a layer's weight as it lies."""
+        return isinstance(self.plan, OpaquePlan)
 
     @property
     def own_segments(self) -> int:

@@ -110,8 +110,8 @@ def _gather(piece: Piece, runtime: StrictRuntime) -> torch.Tensor | None:
         return piece.tensor
     # Vocabulary shards differ in length; gloo gathers equal ones of few dtypes, so lengths go first, then bytes.
     local = piece.tensor.contiguous().view(torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(runtime.tp_size)]
-    dist.all_gather(lengths, torch.tensor([local.shape[0]]), group=runtime.group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(runtime.tp_size)]
+    dist.all_gather(lengths, torch.tensor([local.shape[0]], device=local.device), group=runtime.group)
     longest = int(max(n.item() for n in lengths))
     padded = local.new_zeros((longest, *local.shape[1:]))
     padded[: local.shape[0]] = local
@@ -130,7 +130,7 @@ def _gather(piece: Piece, runtime: StrictRuntime) -> torch.Tensor | None:
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Tensor → array for the digest; bf16 as uint16 bit patterns."""
-    plain = tensor.contiguous()
+    plain = tensor.contiguous().cpu()
     array: np.ndarray[Any, Any]
     array = plain.view(torch.int16).numpy().view(np.uint16) if plain.dtype is torch.bfloat16 else plain.numpy()
     return array

@@ -41,7 +41,7 @@ def score(model: StrictModel, tokens: Sequence[Tokens]) -> np.ndarray:
     decoder = model.layout.decoder
     with torch.no_grad():
         packed = pack(tokens, vocab=decoder.vocab, max_position=decoder.max_position)
-        return model.logprobs(packed, TEMPERATURE).numpy()
+        return model.logprobs(packed, TEMPERATURE).cpu().numpy()
 
 
 def forward_backward(
@@ -54,13 +54,13 @@ def forward_backward(
     for first, last in pairwise(bounds):
         packed = pack(tokens[first:last], vocab=decoder.vocab, max_position=decoder.max_position)
         new = model.logprobs(packed, TEMPERATURE)
-        logprobs.append(new.detach().clone())
-        model.backward(new, torch.cos(new.detach()))
+        logprobs.append(new.detach().cpu().clone())
+        model.backward(new, torch.cos(new.detach().cpu()))  # the CPU's cosine on every device
     model.finish_gradients()
     model.prove()
     gradients = {name: p.main_grad for name, p in model.parameters.items()}
     return torch.cat(logprobs).numpy(), {
-        p.name: p.whole(model.tp).clone().numpy() for p in pieces(model.layout, gradients)
+        p.name: p.whole(model.tp).clone().cpu().numpy() for p in pieces(model.layout, gradients)
     }
 
 

@@ -1,0 +1,30 @@
+"""Which kernels a strict CUDA graph may hold: the ops' own, the library's products, and what only moves values."""
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import Final
+
+from triton.runtime.jit import JITFunction
+
+# cuBLASLt's products as `gemm` calls them; a reduction over splits of K would be another sum than the contract's.
+_PRODUCTS: Final = re.compile(r"nvjet|cutlass|sm90_xmma_gemm|cublas", re.IGNORECASE)
+_SPLIT_K: Final = re.compile(r"split.?k|stream.?k", re.IGNORECASE)
+# torch's kernels that copy, convert or fill, and never compute.
+_MOVES: Final = re.compile(r"direct_copy_kernel|bfloat16_copy|CatArrayBatchedCopy|FillFunctor|float8_copy|copy_device")
+
+
+def strict_kernels() -> frozenset[str]:
+    """Names of all Triton and Gluon kernels that the loaded modules of this package define."""
+    modules = [m for name, m in sys.modules.items() if name.startswith("rl_kernel.") and m is not None]
+    return frozenset(v.__name__ for m in modules for v in vars(m).values() if isinstance(v, JITFunction))
+
+
+def foreign_kernels(names: Iterable[str]) -> list[str]:
+    """Those of `names` (as the driver has them) that no strict graph may hold, sorted."""
+    ours = strict_kernels()
+    return sorted({name for name in names if name not in ours and not _allowed(name)})
+
+
+def _allowed(name: str) -> bool:
+    return bool(_MOVES.search(name) or (_PRODUCTS.search(name) and not _SPLIT_K.search(name)))

@@ -1,0 +1,63 @@
+"""From vLLM's config to the plan and runtime of one worker, or a refusal."""
+
+import os
+from typing import Any, Final
+
+import torch
+from vllm.config import CompilationMode
+from vllm.distributed import get_tp_group
+
+from rl_kernel.contracts import model_contract
+from rl_kernel.errors import PlanError
+from rl_kernel.integrations.evidence import CountingPlan, Tally
+from rl_kernel.integrations.opaque.plan import OpaquePlan
+from rl_kernel.integrations.vllm.runtime import StrictRuntime
+from rl_kernel.ops import strict_plan
+from rl_kernel.plan import Plan
+
+_MODES: Final = (CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.VLLM_COMPILE)
+
+
+def check_engine(config: Any) -> None:
+    """Raise PlanError for a vLLM feature that has no contract."""
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    for name, value, allowed in (
+        ("compilation mode", config.compilation_config.mode, _MODES),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,)),
+        ("data_parallel_size", parallel.data_parallel_size, (1,)),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, (1,)),
+        ("enable_dbo", parallel.enable_dbo, (False,)),
+        ("enable_batch_sharded_sampling", parallel.enable_batch_sharded_sampling, (False, None)),
+        ("LoRA", config.lora_config, (None,)),
+        ("speculative decoding", config.speculative_config, (None,)),
+        ("KV cache dtype", cache.cache_dtype, ("auto", "bfloat16")),
+        ("logprobs_mode", model.logprobs_mode, ("processed_logprobs",)),
+        ("VLLM_BATCH_INVARIANT", os.environ.get("VLLM_BATCH_INVARIANT", "0"), ("0",)),
+    ):
+        if value not in allowed:
+            raise PlanError(f"{name} = {value!r} has no contract; strict mode needs {allowed[0]!r}")
+
+
+def make_runtime(config: Any, device: torch.device) -> StrictRuntime:
+    """The runtime of this worker; PlanError where the TP size does not fit or no backend serves an op."""
+    settings = config.additional_config["rl_kernel"]
+    contract = model_contract(settings["profile"], segments=settings["segments"])
+    group = get_tp_group()
+    if contract.segments % group.world_size:
+        raise PlanError(f"tensor-parallel size {group.world_size} does not divide segments {contract.segments}")
+    plan = strict_plan(contract, device.type)
+    compiled = config.compilation_config.mode is not CompilationMode.NONE
+    counting = _counting(plan, device, group, opaque=compiled or device.type != "cpu")
+    return StrictRuntime(counting, contract.segments, group.world_size, group.rank_in_group, group.device_group)
+
+
+def _counting(plan: Plan, device: torch.device, group: Any, *, opaque: bool) -> CountingPlan:
+    if not opaque:
+        return CountingPlan(plan, engine="vllm", rank=group.rank_in_group)
+    tally: Tally | None = None
+    if device.type != "cpu":
+        from rl_kernel.integrations.opaque.graph_tally import GraphTally  # noqa: PLC0415 (needs a GPU)
+
+        tally = GraphTally(device)
+    return OpaquePlan(plan, engine="vllm", rank=group.rank_in_group, tally=tally, group=group.device_group)

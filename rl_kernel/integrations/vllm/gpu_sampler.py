@@ -1,0 +1,76 @@
+"""The V2 model runner's sampler with log-probabilities by contract, from fp32 logits divided by the temperature.
+
+Which token is drawn is vLLM's business (Gumbel noise of seed and position) and not on the path to a logprob. Shape
+suffixes: R rows of the step, V vocabulary.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from rl_kernel.errors import PlanError
+from rl_kernel.integrations.vllm.runtime import StrictRuntime
+
+
+class StrictGPUSampler(Sampler):
+    """Temperature only: everything else that vLLM can do to logits changes the distribution, and is refused.
+
+    A temperature of 0 is greedy, and its logprobs are those at temperature 1, as in vLLM.
+    """
+
+    def __init__(self, runtime: StrictRuntime, vocab: int, **like_vllm: Any) -> None:
+        # "logits": vLLM then gathers the ids that are asked for, and leaves log-probabilities to us.
+        super().__init__(**(like_vllm | {"logprobs_mode": "processed_logits"}))
+        self._logp = runtime.plan.function("linear_logp", "logp_from_logits")
+        self._vocab = vocab
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        """As vLLM's; PlanError for anything but a temperature."""
+        refuse(sampling_params)
+        super().add_request(req_idx, sampling_params)
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
+        """logits[R,V] fp32 → sampled ids, and the logprobs of the sampled and the other ids."""
+        logits = logits.contiguous()
+        output: SamplerOutput = super().__call__(logits, input_batch)
+        asked = output.logprobs_tensors
+        if asked is None:
+            return output
+        temperature = self._temperature(input_batch.expanded_idx_mapping)
+        logprobs, _ = self._logp(logits, asked.logprob_token_ids.long(), temperature, vocab=self._vocab)
+        logprobs.masked_fill_(asked.logprobs == float("-inf"), float("-inf"))  # vLLM's mark for "not asked"
+        return replace(output, logprobs_tensors=asked._replace(logprobs=logprobs))
+
+    def apply_sampling_params(
+        self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, *_: Any, **__: Any
+    ) -> Any:
+        """logits[R,V] → logits / temperature, the same division as in the contract."""
+        return logits / self._temperature(expanded_idx_mapping)[:, None]
+
+    def _temperature(self, rows: torch.Tensor) -> torch.Tensor:
+        """fp32 [R]: of each row's request, 1 where it is greedy."""
+        asked = self.sampling_states.temperature.gpu[rows]
+        return torch.where(asked == 0.0, 1.0, asked)
+
+
+def refuse(asked: SamplingParams) -> None:
+    """Raise PlanError for anything but a temperature."""
+    for name, found in (
+        ("top_p", asked.top_p != 1.0),
+        ("top_k", asked.top_k > 0),
+        ("min_p", asked.min_p != 0.0),
+        ("penalties", any((asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty != 1.0))),
+        ("min_tokens", bool(asked.min_tokens)),
+        ("logit_bias", bool(asked.logit_bias)),
+        ("allowed_token_ids", bool(asked.allowed_token_ids)),
+        ("bad_words", bool(asked.bad_words)),
+        ("logprobs=-1", asked.logprobs == -1),
+    ):
+        if found:
+            raise PlanError(f"{name} changes what is sampled from and has no contract; use temperature only")
+    if asked.prompt_logprobs is not None:
+        raise PlanError("prompt_logprobs are not served in strict mode; score a text by generating from it")

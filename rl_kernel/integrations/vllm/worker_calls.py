@@ -1,0 +1,88 @@
+"""What the engine asks of a worker, whatever device that runs on.
+
+The methods without a leading underscore are called by name through vLLM's `collective_rpc`; arguments and results
+are plain values, since they may cross processes.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vllm.config import set_current_vllm_config
+
+from rl_kernel.errors import WeightDigestError
+from rl_kernel.integrations.vllm.inspection import expected_calls, foreign_sites
+from rl_kernel.integrations.vllm.runtime import StrictRuntime
+from rl_kernel.integrations.vllm.weights import Triple, digest_while_reading, memory_digest, replace_weights
+from rl_kernel.reference.weights import digest_tensors
+
+
+class StrictCalls:
+    """Of a worker whose model was built out of strict layers."""
+
+    vllm_config: Any
+    model_config: Any
+    _runtime: StrictRuntime
+
+    def get_model(self) -> Any:
+        """The model; vLLM's worker has it."""
+        raise NotImplementedError
+
+    def _look(self, sampler: object, wanted: type) -> None:
+        """Note whatever is not ours in the built model; EvidenceError if `enforce` was asked for."""
+        for op, where in foreign_sites(self.get_model(), sampler, wanted):
+            self._runtime.plan.report_foreign(op, where)
+        if self.vllm_config.additional_config["rl_kernel"]["enforce"]:
+            self._runtime.plan.evidence().refuse_foreign()
+
+    def evidence(self) -> dict[str, Any]:
+        """What served each op on this rank since `reset_evidence` (fields of `Evidence`)."""
+        return asdict(self._runtime.plan.evidence())
+
+    def reset_evidence(self) -> None:
+        """Count from zero."""
+        self._runtime.plan.reset()
+
+    def expected_evidence(self, steps: int) -> dict[str, int]:
+        """Calls that the model's shape implies for `steps` forward passes that all sampled with logprobs."""
+        return expected_calls(
+            self.model_config.hf_config,
+            tp_size=self._runtime.tp_size,
+            steps=steps,
+            sampling_steps=steps,
+            opaque=self._runtime.opaque,
+        )
+
+    def replace_weights(self, folder: str) -> None:
+        """Load the weights of `folder` into the layers as they stand."""
+        with set_current_vllm_config(self.vllm_config):
+            replace_weights(self.get_model(), Path(folder))
+
+    def confirm_weights(self) -> tuple[str | None, str | None]:
+        """(digest of the weights in memory, what is wrong with them); the digest on rank 0 only."""
+        tied = bool(self.model_config.hf_config.tie_word_embeddings)
+        try:
+            return memory_digest(self.get_model(), self._runtime, tied=tied), None
+        except WeightDigestError as error:
+            return None, str(error)
+
+
+class NativeCalls:
+    """Of a worker with vLLM's own arithmetic."""
+
+    model_config: Any
+    _loaded: str | None = None
+
+    def reload_weights(self, **arguments: Any) -> None:
+        """The reload of vLLM itself; its worker has it."""
+        raise NotImplementedError
+
+    def replace_weights(self, folder: str) -> None:
+        """Load the weights of `folder` by vLLM's own reload."""
+        seen: list[Triple] = []
+        self.reload_weights(weights_iterator=digest_while_reading(Path(folder), seen))
+        self._loaded = digest_tensors(seen, tied=bool(self.model_config.hf_config.tie_word_embeddings))
+
+    def confirm_weights(self) -> tuple[str | None, str | None]:
+        """As the strict worker's, of the tensors handed to vLLM's loader: its linears may keep no readable copy."""
+        return self._loaded, None
