@@ -26,7 +26,7 @@ class PostgresServer:
     def __init__(self) -> None:
         programs = find_programs()
         if programs is None:
-            pytest.skip("PostgreSQL (initdb, postgres) is not installed")
+            pytest.skip("PostgreSQL is missing (initdb, postgres): make ops-tools")
         self._programs = programs
         self._user = "postgres" if os.getuid() == 0 else None
         self.folder = Path(tempfile.mkdtemp(prefix="pg"))

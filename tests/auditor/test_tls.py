@@ -17,7 +17,7 @@ from auditor.errors import ConfigError
 from tests.auditor.processes import running_auditor
 from tests.auditor.samples import pair
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is missing")
 
 
 def openssl(*arguments: object) -> None:

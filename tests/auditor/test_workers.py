@@ -67,7 +67,7 @@ def test_no_cluster_is_one_line_at_the_start(weights_root: Path, tmp_path: Path)
 def test_a_ray_cluster_recomputes(weights_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = shutil.which("ray", path=str(Path(sys.executable).parent))
     if ray is None:
-        pytest.skip("Ray is not installed")
+        pytest.skip("Ray is missing")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

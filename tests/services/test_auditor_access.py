@@ -14,7 +14,7 @@ from tests.auditor.processes import running_auditor
 from tests.auditor.samples import pair
 from tests.auditor.test_tls import authority, issue
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is missing")
 
 
 @pytest.fixture
