@@ -1,0 +1,87 @@
+"""The commands in the pages: where they are, what they need, and whether somebody runs them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+OPERATIONS = sorted((REPOSITORY / "docs" / "operations").glob("*.md"))
+_FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SHELL = re.compile(r"sh(?: needs=(\w+))?")
+# What a line begins with that is meant to be typed.
+_TYPED = re.compile(
+    r"^(?:make|pip|python3?|ray|docker|docker-compose|helm|kubectl|curl|promtool|amtool|bash|\S+/\S+) \S"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fence ```sh or ```sh needs=WHAT. need: empty where it runs on any machine with the tools."""
+
+    page: Path
+    need: str
+    code: str
+
+
+def blocks(page: Path, text: str | None = None) -> list[Block]:
+    """The shell fences of a page, in order. text: instead of the page's own."""
+    text = page.read_text("utf-8") if text is None else text
+    found = [(_SHELL.fullmatch(language.strip()), code) for language, code in _FENCE.findall(text)]
+    return [Block(page, shell[1] or "", code) for shell, code in found if shell]
+
+
+def nobody_runs(page: Path, runners: Collection[str], text: str | None = None) -> list[str]:
+    """Commands of a page in fences that are no shell or whose need has no runner."""
+    text = page.read_text("utf-8") if text is None else text
+    orphans = [block.code for block in blocks(page, text) if block.need not in runners]
+    for language, code in _FENCE.findall(text):
+        if not _SHELL.fullmatch(language.strip()):
+            orphans += [line for line in code.splitlines() if _TYPED.match(line)]
+    return orphans
+
+
+def workplace(folder: Path) -> Path:
+    """A folder that looks like the repository, in which commands may leave what they like."""
+    for name in ("auditor", "services", "rl_kernel", "helm", "docs", "tests", "build", "pyproject.toml"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    (folder / "deploy").mkdir()
+    for path in (REPOSITORY / "deploy").iterdir():
+        (folder / "deploy" / path.name).symlink_to(path)
+    return folder
+
+
+def run_script(code: str, folder: Path, environment: Mapping[str, str] | None = None, seconds: float = 120) -> str:
+    """Run the lines as one script and return what it printed; AssertionError unless every line succeeds.
+
+    What the script leaves running in the background is ended, first by SIGTERM.
+    """
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with (folder / "output").open("w+") as output:
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", code],
+            cwd=folder, env={**os.environ, "PATH": path, **(environment or {})}, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait(seconds)
+        finally:
+            _end_group(process.pid)
+        said = (folder / "output").read_text(errors="replace")
+    assert status == 0, said[-4000:]
+    return said
+
+
+def _end_group(group: int) -> None:
+    for number, tries in ((signal.SIGTERM, 100), (signal.SIGKILL, 20)):
+        for _ in range(tries):
+            try:
+                os.killpg(group, number if _ == 0 else 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.2)

@@ -1,0 +1,167 @@
+"""Each command in docs/operations is run as it stands, on other ports, and the demo's job on a tiny model."""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from auditor.client import AuditClient
+from deploy.tour.stack import free_ports, running_stack
+from tests.auditor.postgres_server import PostgresServer
+from tests.auditor.processes import running_auditor
+from tests.auditor.samples import pair
+from tests.docs.commands import OPERATIONS, REPOSITORY, blocks, nobody_runs, run_script, workplace
+from tests.models import write_tiny_model
+
+TOOLS = ("curl", "promtool", "amtool")
+
+
+def moved(code: str, ports: Mapping[int, int]) -> str:
+    """The commands on other ports, for the usual ones may be taken."""
+    for usual, free in ports.items():
+        code = code.replace(f":{usual}", f":{free}")
+    return code
+
+
+def of_a_page(page: Path, folder: Path) -> None:
+    """All that needs nothing but the tools, one block after the other, as a reader goes through it."""
+    code = "".join(block.code for block in blocks(page) if not block.need)
+    for tool in TOOLS:
+        if re.search(rf"^{tool} ", code, re.MULTILINE) and not shutil.which(tool):
+            pytest.skip(f"{tool} is missing: make ops-tools")
+    if "build/tools" in code and not (REPOSITORY / "build/tools").exists():
+        pytest.skip("helm is missing: make ops-tools")
+    run_script(moved(code, dict(zip((50051, 9464), free_ports(2), strict=True))), workplace(folder))
+
+
+def with_prometheus(code: str, folder: Path) -> None:
+    if not shutil.which("prometheus"):
+        pytest.skip("prometheus is missing: make ops-tools")
+    with running_stack(folder / "stack", {}) as stack:
+        run_script(moved(code, {9090: int(stack.prometheus.rpartition(":")[2])}), workplace(folder))
+    assert len(list((folder / "pictures").glob("*.png"))) == 3
+
+
+def with_postgresql(code: str, folder: Path) -> None:
+    server = PostgresServer()
+    try:
+        server.fresh_database()
+        with running_auditor(folder, "--ledger", server.url) as auditor:
+            client = AuditClient(auditor.grpc, "run", spool_dir=folder / "spool", queue_size=8)
+            for record in pair():
+                client.submit_rollout(record) if record.side == "rollout" else client.submit_trainer(record)
+            assert client.flush(20).accepted == 2
+            client.close()
+            auditor.stop()
+        said = run_script(code, workplace(folder), {"AUDITOR_DATABASE": server.url})
+        assert "entries verify" in said
+    finally:
+        server.close()
+
+
+def with_ray(code: str, folder: Path) -> None:
+    """A head of its own, and the demo on the tiny model."""
+    pytest.importorskip("ray", reason="ray is missing")
+    gcs, dashboard, metrics = [port for port in free_ports(40) if not 10002 <= port <= 19999][:3]
+    workplace(folder)
+    (folder / "deploy/configs").unlink()
+    (folder / "deploy/configs").mkdir()
+    tree = {
+        "run": {"steps": 1, "directory": str(folder / "runs")},
+        "model": {"path": str(write_tiny_model(folder / "model"))},
+        "task": {"name": "tokens", "prompts_per_step": 2, "samples_per_prompt": 2},
+        "rollout": {"max_new_tokens": 4, "max_model_len": 64, "kv_cache_mb": 16},
+    }
+    (folder / "deploy/configs/demo.yaml").write_text(yaml.safe_dump(tree))
+    with tempfile.TemporaryDirectory(prefix="rd") as short:  # the paths of Ray's sockets must be short
+        environment = {
+            "GCS_PORT": str(gcs),
+            "METRICS_PORT": str(metrics),
+            "DASHBOARD_PORT": str(dashboard),
+            "TEMP_DIR": f"{short}/ray",
+            "RAY_AUTH_TOKEN_PATH": f"{short}/token",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
+        said = run_script(moved(code, {8265: dashboard}), folder, environment, seconds=300)
+    assert "4 match" in said, said[-4000:]
+
+
+def with_a_client_only(code: str, folder: Path) -> None:
+    """There is no cluster here: kubectl and helm read the commands, and nothing is sent."""
+    kubectl, helm = (REPOSITORY / "build/tools/helm-3" / name for name in ("kubectl", "helm"))
+    if not (kubectl.exists() and helm.exists()):
+        pytest.skip("kubectl or helm is missing: make ops-tools")
+    workplace(folder)
+    for line in code.splitlines():
+        arguments = line.partition(" ")[2]
+        if line.startswith("helm "):
+            assert "kind: " in run_script(f"{helm} template {arguments.partition(' ')[2]}", folder)
+        elif " create " in line:
+            assert "kind: " in run_script(f"{kubectl} {arguments} --dry-run=client -o yaml", folder)
+        else:
+            # An unknown flag or subcommand is refused before anything is asked of a server that is not there.
+            command = [kubectl, "--server=http://127.0.0.1:1", *arguments.split()]
+            refused = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert "refused" in refused.stderr, refused.stderr
+
+
+RUNNERS: dict[str, Callable[[str, Path], None]] = {
+    "prometheus": with_prometheus,
+    "postgresql": with_postgresql,
+    "ray": with_ray,
+    "cluster": with_a_client_only,
+}
+SOAKED = {"network", "docker"}  # tests/docs/test_images_and_compose.py
+BLOCKS = [block for page in OPERATIONS for block in blocks(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in OPERATIONS if blocks(p)], ids=lambda page: str(page.stem))
+def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
+    of_a_page(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("need", RUNNERS)
+def test_the_commands_that_need_something_run_with_it(need: str, tmp_path: Path) -> None:
+    found = [block.code for block in BLOCKS if block.need == need]
+    assert found, f"no page has a block that needs {need}: take its runner away"
+    RUNNERS[need]("".join(found), tmp_path)
+
+
+@pytest.mark.parametrize("page", OPERATIONS, ids=lambda page: str(page.stem))
+def test_there_is_no_command_that_nobody_runs(page: Path) -> None:
+    assert nobody_runs(page, {"", *RUNNERS, *SOAKED}) == []
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    ["```sh needs=luck\ntrue\n```\n", "```\nmake coffee\n```\n", "```bash\nauditor/secret --now\n```\n"],
+    ids=["unknown need", "no shell", "another shell"],
+)
+def test_a_command_that_nobody_runs_would_be_found(mutant: str) -> None:
+    page = OPERATIONS[0]
+    assert nobody_runs(page, {"", *RUNNERS, *SOAKED}, page.read_text() + "\n" + mutant)
+
+
+def test_a_command_that_is_added_is_run_and_fails_where_it_is_wrong(tmp_path: Path) -> None:
+    (page,) = [page for page in OPERATIONS if page.stem == "operate"]
+    added = page.read_text().replace("python -m auditor.capsule --help", "python -m auditor.capsule --halp")
+    code = blocks(page, added)[-1].code
+    with pytest.raises(AssertionError, match=r"auditor\.capsule: error:"):
+        run_script(code, workplace(tmp_path))
+
+
+@pytest.mark.parametrize("page", OPERATIONS, ids=lambda page: str(page.stem))
+def test_links_and_files_that_are_named_are_there(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([\w./-]+\.md)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"`?((?:deploy|helm|tests|docs)/[\w./-]+\.(?:md|py|sh|ya?ml|json|Dockerfile))`?", text):
+        assert (REPOSITORY / path).exists(), path
