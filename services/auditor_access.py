@@ -7,7 +7,16 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import cast
 
-from grpc import ChannelCredentials, ssl_channel_credentials
+from grpc import (
+    ChannelCredentials,
+    FutureTimeoutError,
+    channel_ready_future,
+    insecure_channel,
+    secure_channel,
+    ssl_channel_credentials,
+)
+
+from services.errors import AuditorError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,18 @@ class AuditorAccess:
             Path(file).read_bytes() if file else None for file in (self.tls_ca, self.tls_key, self.tls_certificate)
         )
         return ssl_channel_credentials(authority, key, chain)
+
+    def require_grpc(self, seconds: float) -> None:
+        """AuditorError unless something speaks gRPC, and TLS where that is asked for, at `grpc` within `seconds`."""
+        credentials = self.credentials()
+        with secure_channel(self.grpc, credentials) if credentials else insecure_channel(self.grpc) as channel:
+            try:
+                channel_ready_future(channel).result(timeout=seconds)
+            except FutureTimeoutError:
+                raise AuditorError(
+                    f"nothing speaks gRPC at auditor.grpc = {self.grpc} after {seconds:.0f} s"
+                    + (" (or its certificate is not of auditor.tls_ca)" if credentials else " (or it wants TLS)")
+                ) from None
 
     def get(self, path: str, seconds: float) -> HTTPResponse:
         """Open `path` below the base URL. Raises what urllib raises: OSError, with HTTPError below it."""

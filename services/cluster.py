@@ -6,7 +6,9 @@ What an actor raises arrives here as the error itself, without Ray's wrapping; a
 import logging
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from auditor.client import Counts
 from rl_kernel.errors import RlKernelError
@@ -28,6 +30,8 @@ from services.trainer.actor import TrainerActor
 from services.weights import WeightStore
 
 _CLOSE_SECONDS = 20.0
+_CONNECT_SECONDS = 5.0
+_POLL_SECONDS = 0.2
 
 
 @contextmanager
@@ -37,6 +41,7 @@ def ray_cluster(config: RayConfig, actors: int) -> Iterator[None]:
     A cluster that was started here ends with the block; one that was joined is left as it was found.
     """
     address = config.address or os.environ.get("RAY_ADDRESS", "")
+    _require_somebody_at(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address:
@@ -58,17 +63,48 @@ def ray_cluster(config: RayConfig, actors: int) -> Iterator[None]:
         cpus = int(ray.cluster_resources().get("CPU", 0))
         if cpus < actors:
             raise ServicesError(f"the Ray cluster has {cpus} CPUs; the {actors} actors of this job need one each")
+        _wait_for_free(actors, config.wait_seconds)
         yield
     finally:
         ray.shutdown()
 
 
+def _require_somebody_at(address: str) -> None:
+    """ServicesError where nobody listens at host:port, which ray.init itself takes more than a minute to find out."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not (host and port.isdigit()):
+        return  # `auto`, or nothing
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ServicesError(
+            f"nobody answers at the Ray cluster's address {address} ({error}); `ray status` there says which is right"
+        ) from None
+
+
+def _wait_for_free(actors: int, seconds: float) -> None:
+    """Other jobs' actors may hold the CPUs for now; ServicesError once `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while (free := int(ray.available_resources().get("CPU", 0))) < actors:
+        if time.monotonic() >= deadline:
+            raise ServicesError(
+                f"the Ray cluster had {free} free CPUs after {seconds:.0f} s; the {actors} actors of this job need one "
+                f"each; wait for another job to end, or set ray.wait_seconds"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How an actor's process is set up. environment: variables for it. log: file that its output is appended to."""
+    """How an actor's process is set up.
+
+    environment: variables for it. log: file that its output is appended to. gpus: that Ray must give it; below 1, a
+    share of one that another actor may have too.
+    """
 
     environment: Mapping[str, str]
     log: Path
+    gpus: float = 0.0
 
 
 class RolloutHandle:
@@ -168,6 +204,8 @@ def _start(actor: type, place: Place, *arguments: Any) -> tuple[Any, Any]:
 
     Process.__name__ = Process.__qualname__ = actor.__name__
     options = {"num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": dict(place.environment)}}
+    if place.gpus:
+        options["num_gpus"] = place.gpus
     handle = ray.remote(Process).options(**options).remote(place.log)
     return handle, handle.start.remote(*arguments)
 
@@ -191,6 +229,8 @@ def _results(references: list[Any], who: str, log: Path) -> list[Any]:
         raise ServicesError(f"{who} failed: {what}; its output is in {log}") from None
     except RayActorError as error:
         raise ServicesError(f"{who} died: {_first_line(error)}; its output is in {log}") from None
+    except RayError as error:  # out of memory, an environment that cannot be set up, a node that is gone, …
+        raise ServicesError(f"{who}: {type(error).__name__}: {_first_line(error)}; its output is in {log}") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -199,7 +239,7 @@ def _first_line(error: Exception) -> str:
 
 def _close(actors: list[Any]) -> None:
     # The job is ending; what the auditor did not get was counted and is on disk.
-    with suppress(RayTaskError, RayActorError, GetTimeoutError):
+    with suppress(RayError):
         ray.get([actor.close.remote() for actor in actors], timeout=_CLOSE_SECONDS)
     for actor in actors:
         ray.kill(actor)

@@ -139,6 +139,9 @@ class Ray(Section):
     address: str = Field(
         default="", description="of a running cluster; empty: start a local one (or join the job's own)"
     )
+    wait_seconds: Real = Field(
+        default=120.0, ge=0, description="how long to wait for free CPUs in a cluster that is busy"
+    )
     object_store_mb: int = Field(default=100, ge=76, description="of a local cluster, MiB")
     dashboard: bool = Field(default=False, description="of a local cluster")
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from auditor.client import Counts
+from rl_kernel.contract import ModelContract
 from rl_kernel.contracts import model_contract
 from services.alert import mismatch_alert
 from services.audit_sink import AuditTarget
@@ -72,6 +73,7 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
         auditor, access = _auditor(config, folder, stack, report)
         run = _open(config, model, task, folder, start, access, stack, report)
         weights = _first_weights(run, model)
+        folder.point_latest()
         setup_seconds = time.monotonic() - began
         steps = folder.step_log.go_on(run.first_step) + _train(run, weights)
         records, total = _settle(run)
@@ -108,6 +110,7 @@ def _auditor(
         it = config.auditor
         access = AuditorAccess(it.grpc, it.http, it.token_file, it.tls_ca, it.tls_certificate, it.tls_key)
         wait_until_ready(access, _READY_SECONDS)
+        access.require_grpc(_READY_SECONDS)
     else:
         weights_root = _weights_root(config, folder)
         weights_root.mkdir(parents=True, exist_ok=True)
@@ -135,21 +138,24 @@ def _open(
     report.waiting("starting Ray, vLLM and Megatron-core")
     ranks = config.trainer.tp_size
     stack.enter_context(ray_cluster(config.ray, actors=1 + ranks))
+    contract = model_contract(config.numerics.profile, segments=config.numerics.segments)
+    rollout_gpus, rank_gpus = _gpus(config, contract)
     target = AuditTarget(
         access=access,
         run_id=folder.run_id,
         spool=folder.path / "spool",
-        contract=model_contract(config.numerics.profile, segments=config.numerics.segments),
+        contract=contract,
         queue_size=config.auditor.queue_size,
     )
     logs = folder.path / "logs"
     environment = thread_variables(config.numerics.threads)
-    rollout = RolloutHandle(partial(make_rollout, config, model), target, Place(environment, logs / "rollout.log"))
+    place = Place(environment, logs / "rollout.log", rollout_gpus)
+    rollout = RolloutHandle(partial(make_rollout, config, model), target, place)
     stack.callback(rollout.close)
     trainer = TrainerHandle(
         partial(_trainer_of_rank, config, model, folder.path / "rendezvous"),
         target,
-        Place(environment, logs / "trainer.log"),
+        Place(environment, logs / "trainer.log", rank_gpus),
         ranks,
     )
     stack.callback(trainer.close)
@@ -242,6 +248,15 @@ def conclude(summary: Summary, folder: RunFolder, report: Report, alert: str | N
 def _shown(path: Path) -> str:
     """As a person would write it from here."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _gpus(config: Config, contract: ModelContract) -> tuple[float, float]:
+    """GPUs of the rollout actor and of each trainer rank; none for a CPU, and one for both where each needs only one."""
+    if contract.profile.mma == "fma32":
+        return 0.0, 0.0
+    if config.rollout.tp_size == config.trainer.tp_size == 1:
+        return 0.5, 0.5
+    return float(config.rollout.tp_size), 1.0
 
 
 def _weights_root(config: Config, folder: RunFolder) -> Path:

@@ -1,4 +1,4 @@
-"""Composition root: reads the config, checks it, wires the parts, runs the loop, says what the auditor found.
+"""The command line: reads the config and checks it; `services.job` wires the parts and runs them.
 
     python -m services.main --config deploy/configs/demo.yaml
     python -m services.main --config deploy/configs/demo.yaml --numerics native
@@ -60,7 +60,7 @@ def _config(asked: argparse.Namespace) -> tuple[Config, RunFolder | None]:
     overrides = list(asked.set)
     if asked.numerics:
         overrides.append(f"numerics.mode={asked.numerics}")
-    if not asked.resume:
+    if asked.resume is None:
         return load_config(asked.config, overrides), None
     if asked.config or asked.numerics:
         raise ConfigError("--resume goes on with the run's own config; leave out --config and --numerics")

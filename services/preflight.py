@@ -8,7 +8,8 @@ from rl_kernel.errors import RlKernelError
 from rl_kernel.reference.config import DecoderConfig
 from services.config import Config
 from services.errors import ConfigError
-from services.rollout.options import EngineOptions
+from services.rollout.options import EngineOptions, check_tensors
+from services.tasks import make_task
 
 _MIB = 2**20
 
@@ -18,6 +19,7 @@ def check(config: Config, model: Path) -> DecoderConfig:
     try:
         model_contract(config.numerics.profile, segments=config.numerics.segments)
         shape = DecoderConfig.read(model)
+        check_tensors(shape, model)
     except RlKernelError as error:
         raise ConfigError(str(error)) from None
     strict = config.numerics.mode == "strict"
@@ -27,13 +29,17 @@ def check(config: Config, model: Path) -> DecoderConfig:
         _check_segments(config.numerics.segments, shape)
     _check_lengths(config, shape)
     _check_kv_cache(config, shape)
+    _check_prompts(config, model)
     _check_auditor(config)
     _check_disk(config, model)
     return shape
 
 
 # What a run is: changed in the middle, its steps could not be compared with each other, nor its samples named.
-_OF_THE_WHOLE_RUN = ("numerics.mode", "numerics.profile", "numerics.segments", "run.seed", "run.name")
+_OF_THE_WHOLE_RUN = (
+    *("numerics.mode", "numerics.profile", "numerics.segments", "run.seed", "run.name", "model.path"),
+    *("task.name", "task.prompts_per_step", "task.samples_per_prompt", "task.shots"),
+)
 
 
 def check_resumed(was: Config, now: Config) -> None:
@@ -92,6 +98,16 @@ def _check_lengths(config: Config, shape: DecoderConfig) -> None:
         )
 
 
+def _check_prompts(config: Config, model: Path) -> None:
+    longest, room = make_task(config, model).longest_prompt(), config.rollout.max_model_len
+    if longest + config.rollout.max_new_tokens > room:
+        raise ConfigError(
+            f"rollout.max_model_len = {room} has no room for a prompt of {longest} tokens and "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}; use {longest + config.rollout.max_new_tokens}, "
+            f"or lower task.shots"
+        )
+
+
 def _check_kv_cache(config: Config, shape: DecoderConfig) -> None:
     """VLLM refuses to start where one sequence of full length does not fit."""
     ranks, block = config.rollout.tp_size, EngineOptions.of(config).block_size
@@ -107,6 +123,10 @@ def _check_kv_cache(config: Config, shape: DecoderConfig) -> None:
 
 def _check_auditor(config: Config) -> None:
     auditor = config.auditor
+    if auditor.grpc_port == auditor.http_port != 0:
+        raise ConfigError(
+            f"auditor.grpc_port and auditor.http_port are both {auditor.grpc_port}; they need two, or 0 for any"
+        )
     if bool(auditor.grpc) != bool(auditor.http):
         missing = "auditor.http" if auditor.grpc else "auditor.grpc"
         raise ConfigError(f"{missing} is empty; a running auditor needs both auditor.grpc and auditor.http")
@@ -122,15 +142,34 @@ def _check_auditor(config: Config) -> None:
 
 def _check_disk(config: Config, model: Path) -> None:
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    if not size:
-        raise ConfigError(f"{model} holds no *.safetensors file; expected a Hugging Face model folder")
-    # One version more than is kept while the next is written; masters and two moments in fp32 in a checkpoint.
-    need = (config.weights.keep + 1) * size + 6 * size
-    root = Path(config.run.directory)
-    root.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(root).free
-    if free < need:
-        raise ConfigError(
-            f"{root.resolve()} has {free // _MIB} MiB free; weights and a checkpoint need about {need // _MIB} MiB: "
-            f"free some space, or set run.directory to another disk"
-        )
+    runs = _directory("run.directory", config.run.directory)
+    weights = _directory("weights.directory", config.weights.directory) if config.weights.directory else runs
+    # Every version that is kept while the auditor has work left on it, and one more while the next is written.
+    versions = (max(config.weights.keep, config.weights.keep_waiting) + 1) * size
+    # Masters and two moments in fp32, of which the older goes once the newer is there.
+    checkpoints = 2 * 6 * size if config.run.checkpoint_every else 0
+    if runs.stat().st_dev == weights.stat().st_dev:
+        needs = [("run.directory", runs, versions + checkpoints, "weights and checkpoints")]
+    else:
+        needs = [
+            ("run.directory", runs, checkpoints, "checkpoints"),
+            ("weights.directory", weights, versions, "weights"),
+        ]
+    for key, folder, need, what in needs:
+        free = shutil.disk_usage(folder).free
+        if free < need:
+            raise ConfigError(
+                f"{folder} has {free // _MIB} MiB free; {what} need up to {need // _MIB} MiB: free some space, "
+                f"set {key} to another disk, or lower weights.keep_waiting"
+            )
+
+
+def _directory(key: str, name: str) -> Path:
+    folder = Path(name).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"{key} = {name!r} is a file, or lies below one; it should be a folder") from None
+    except OSError as error:
+        raise ConfigError(f"{key} = {name!r} cannot be made: {error.strerror}") from None
+    return folder

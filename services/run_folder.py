@@ -37,7 +37,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config) -> "RunFolder":
-        """Make the folder of a new run, write its config, and point `latest` at it."""
+        """Make the folder of a new run and write its config."""
         root = Path(config.run.directory).resolve()
         root.mkdir(parents=True, exist_ok=True)
         name = f"{config.run.name}." if config.run.name else ""
@@ -50,7 +50,6 @@ class RunFolder:
             except FileExistsError:
                 continue
         (folder.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        folder.point_latest()
         return folder
 
     @classmethod

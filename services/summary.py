@@ -42,7 +42,8 @@ class Summary:
         """Why a strict run may not be called clean; empty if it may. A native run promises nothing."""
         if self.numerics == "native":
             return []
-        total = self.total
+        total, records = self.total, self.records
+        lost = {name: getattr(records, name) for name in ("refused", "dropped", "queued", "spooled")}
         judged = total.by_verdict.get("match", 0) + total.by_verdict.get("mismatch", 0)
         found = [
             (total.mismatched_tokens, f"{total.mismatched_tokens} tokens differ between rollout and trainer"),
@@ -55,6 +56,7 @@ class Summary:
                 f"the reference has recomputed nothing yet; {waiting} samples wait for it",
             ),
             (judged + total.not_comparable < self.samples, f"only {judged} of {self.samples} samples were compared"),
+            (any(lost.values()), f"records that the auditor does not have: {counts(lost)}"),
         ]
         return [text for is_so, text in found if is_so]
 

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote
 
@@ -98,11 +99,14 @@ class AuditorApi:
 
     def _verdicts(self, path: str) -> Verdicts | None:
         body = self._get(self._run + path)
-        return None if body is None else Verdicts.from_json(json.loads(body))
+        try:
+            return None if body is None else Verdicts.from_json(json.loads(body))
+        except (ValueError, KeyError, TypeError):
+            return None  # whoever answers there is no auditor, or one that is just being killed
 
     def _get(self, path: str) -> bytes | None:
         try:
             with self._access.get(path, _TIMEOUT_SECONDS) as answer:
                 return answer.read()
-        except OSError:
+        except (OSError, HTTPException):
             return None

@@ -9,6 +9,7 @@ A version's folder appears complete or not at all, and is never written again. T
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from services.errors import PublishError
 from services.records import WeightVersion
 
 MANIFEST = "manifest.json"
+_IS_VERSION = re.compile(r"v\d{6,}")
 Write = Callable[[Path], str]
 
 
@@ -87,7 +89,9 @@ class WeightStore:
 
     def prune(self, newest: int, oldest_needed: int, keep: int | None = None) -> None:
         """Remove versions that are neither among the newest `keep` (default: the store's) nor needed by the auditor."""
-        for folder in self.root.glob("v*"):
+        for folder in self.root.iterdir():
+            if not _IS_VERSION.fullmatch(folder.name):
+                continue
             version = int(folder.name[1:])
             if version <= newest - (keep or self.keep) and version < oldest_needed:
                 shutil.rmtree(folder)

@@ -91,6 +91,8 @@ def _map_file(path: Path) -> Mapping[str, tuple[str, Array]]:
         header = json.loads(mapped[8 : 8 + length])
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         return {name: _tensor(path, mapped, 8 + length, name, entry) for name, entry in entries.items()}
+    except ModelError:
+        raise
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ModelError(f"{path} has a malformed safetensors header: {error}") from None
 

@@ -21,6 +21,10 @@ class Task(Protocol):
         """The prompts of a step; the same step of the same seed always gives the same ones."""
         ...
 
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that there can be."""
+        ...
+
     def reward(self, prompt: Prompt, response: tuple[int, ...]) -> float:
         """What a response is worth, from 0 to 1."""
         ...

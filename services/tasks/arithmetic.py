@@ -38,6 +38,10 @@ class Arithmetic:
         random = np.random.default_rng((self.seed, step))
         return tuple(self._prompt(random.integers(0, 10, (self.shots + 1, 2))) for _ in range(count))
 
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt: all its sums have two digits."""
+        return len(self._prompt(np.full((self.shots + 1, 2), 9)).tokens)
+
     def reward(self, prompt: Prompt, response: tuple[int, ...]) -> float:
         """1.0 if the response's first line is the sum, else 0.0."""
         line, _, _ = self.tokenizer.decode(list(response)).partition("\n")

@@ -8,6 +8,8 @@ import numpy as np
 
 from services.records import Prompt
 
+_SHORTEST, _LONGEST = 3, 20  # tokens of a prompt
+
 
 @dataclass(frozen=True, slots=True)
 class LowTokens:
@@ -25,8 +27,12 @@ class LowTokens:
     def prompts(self, step: int, count: int) -> tuple[Prompt, ...]:
         """`count` prompts from (seed, step)."""
         random = np.random.default_rng((self.seed, step))
-        lengths = random.integers(3, 21, count)
+        lengths = random.integers(_SHORTEST, _LONGEST + 1, count)
         return tuple(Prompt(tuple(random.integers(0, self.vocab_size, n).tolist()), "") for n in lengths)
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that there can be."""
+        return _LONGEST
 
     def reward(self, prompt: Prompt, response: tuple[int, ...]) -> float:
         """Share of low ids; 0.0 for an empty response."""

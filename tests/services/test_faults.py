@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from services.errors import TrainingError
 from services.records import WeightVersion
@@ -82,7 +83,6 @@ def test_a_rollout_that_forgets_the_temperature_in_its_logprobs_is_named(bench):
 
 
 def test_a_mask_shifted_by_one_is_not_comparable(bench):
-    scene = bench.open()
     """The prompt's last token is counted and the response's last is not: shifted to the left, from one side's view."""
 
     def shifted(sample):
@@ -129,6 +129,16 @@ def test_rollout_weights_changed_without_a_version_are_a_mismatch_of_the_rollout
     found = scene.verdicts()
     assert found.by_verdict == {"mismatch": SAMPLES}
     assert found.by_side == {"rollout": SAMPLES}
+
+
+def test_trainer_weights_changed_without_a_version_are_a_mismatch_of_the_trainer(bench):
+    scene = bench.open()
+    name, weight = next((n, p) for n, p in bench.trainer_engine._model.parameters.items() if "layernorm" in n)
+    with torch.no_grad():
+        weight.mul_(1.5)
+    scene.trainer.train(scene.batch())
+    found = scene.verdicts()
+    assert found.by_side == {"trainer": SAMPLES}, name
 
 
 def test_other_weights_under_the_same_version_are_not_comparable(bench, tmp_path):

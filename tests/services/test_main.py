@@ -31,6 +31,7 @@ def config_file(tmp_path):
         (["--set", "model.path=gpt-5"], "model 'gpt-5' is neither a folder with a config.json nor a packaged model"),
         (["--set", "rollout.tp_size=3"], "does not divide the model's 4 attention heads; use 1 or 2"),
         (["--set", "task.name=arithmetic"], "a model without a tokenizer can do 'tokens'"),
+        (["--resume", ""], "--resume goes on with the run's own config; leave out --config"),
         (["--resume", "yesterday"], "--resume goes on with the run's own config; leave out --config"),
     ],
 )
@@ -54,6 +55,8 @@ def test_a_run_that_is_not_there_cannot_be_resumed(tmp_path, capsys):
         ("numerics.profile=sm90", "numerics.profile = 'sm90': the run that is resumed has 'portable'"),
         ("numerics.segments=2", "numerics.segments = 2: the run that is resumed has 1"),
         ("run.seed=7", "run.seed = 7: the run that is resumed has 1"),
+        ("task.samples_per_prompt=4", "task.samples_per_prompt = 4: the run that is resumed has 8"),
+        ("model.path=elsewhere", "model.path = 'elsewhere': the run that is resumed has "),
     ],
 )
 def test_what_holds_for_a_whole_run_cannot_change_when_it_is_resumed(config_file, capsys, change, says):
@@ -77,6 +80,16 @@ def test_an_auditor_that_does_not_answer_is_named_before_anything_is_started(con
     away = ["--set", "auditor.grpc=127.0.0.1:1", "--set", "auditor.http=http://127.0.0.1:1"]
     assert main(["--config", str(config_file), *away]) == 2
     assert "the auditor at http://127.0.0.1:1 is not ready" in capsys.readouterr().err
+
+
+def test_a_ray_cluster_that_does_not_answer_is_named_at_once(config_file, capsys):
+    assert main(["--config", str(config_file), "--set", "ray.address=127.0.0.1:1"]) == 2
+    assert "nobody answers at the Ray cluster's address 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_a_run_that_did_not_begin_is_not_the_latest(config_file, tmp_path, capsys):
+    assert main(["--config", str(config_file), "--set", "ray.address=127.0.0.1:1"]) == 2
+    assert not (tmp_path / "runs" / "latest").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named(config_file, tmp_path, capsys):

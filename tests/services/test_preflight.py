@@ -16,7 +16,7 @@ def model(tmp_path):
 
 
 def _config(tmp_path, **sections):
-    return build_config({"run": {"directory": str(tmp_path / "runs")}, **sections})
+    return build_config({"run": {"directory": str(tmp_path / "runs")}, "task": {"name": "tokens"}, **sections})
 
 
 def test_a_config_that_fits_passes(tmp_path, model):
@@ -48,6 +48,12 @@ def test_a_config_that_fits_passes(tmp_path, model):
         ({"rollout": {"max_model_len": 16, "max_new_tokens": 16}}, "leaves no room for a prompt"),
         ({"auditor": {"grpc": "127.0.0.1:1"}}, r"auditor\.http is empty"),
         ({"auditor": {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2"}}, "should be a URL such as"),
+        (
+            {"rollout": {"max_model_len": 24, "max_new_tokens": 5}},
+            r"max_model_len = 24 has no room for a prompt of 20 tokens and rollout\.max_new_tokens = 5; use 25",
+        ),
+        ({"auditor": {"grpc_port": 4317, "http_port": 4317}}, r"grpc_port and auditor\.http_port are both 4317"),
+        ({"weights": {"directory": __file__}}, r"weights\.directory = .* is a file, or lies below one"),
         ({"auditor": {"token_file": "nowhere"}}, r"auditor\.token_file = 'nowhere' does not exist"),
     ],
 )
@@ -86,5 +92,28 @@ def test_a_model_without_weights_is_refused(tmp_path, model):
 def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, model, monkeypatch):
     usage = preflight.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    with pytest.raises(ConfigError, match=r"has 0 MiB free; weights and a checkpoint need about \d+ MiB"):
+    with pytest.raises(ConfigError, match=r"has 0 MiB free; weights and checkpoints need up to \d+ MiB"):
+        preflight.check(_config(tmp_path), model)
+
+
+def test_the_disk_must_hold_every_version_that_may_wait_for_the_auditor_and_two_checkpoints(
+    tmp_path, model, monkeypatch
+):
+    size = (model / "model.safetensors").stat().st_size
+    usage = preflight.shutil.disk_usage(tmp_path)
+    run = {"directory": str(tmp_path / "runs"), "checkpoint_every": 1}
+    config = _config(tmp_path, run=run, weights={"keep": 2, "keep_waiting": 4})
+    for free, enough in ((5 * size + 12 * size, True), (5 * size + 12 * size - 1, False)):
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        if enough:
+            preflight.check(config, model)
+        else:
+            with pytest.raises(ConfigError, match="or lower weights"):
+                preflight.check(config, model)
+
+
+def test_weights_that_were_cut_off_are_refused(tmp_path, model):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut off or malformed at tensor"):
         preflight.check(_config(tmp_path), model)

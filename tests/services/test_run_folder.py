@@ -12,15 +12,19 @@ def config(tmp_path):
     return build_config({"run": {"directory": str(tmp_path / "runs"), "steps": 9}})
 
 
-def test_a_new_run_keeps_its_config_and_is_the_latest(config):
+def test_a_new_run_keeps_its_config_and_is_the_latest_once_it_has_begun(config):
     folder = RunFolder.create(config)
     assert load_config(folder.config_file) == config
+    assert not (folder.path.parent / "latest").exists()
+    folder.point_latest()
     assert (folder.path.parent / "latest").resolve() == folder.path
 
 
 def test_two_runs_of_one_second_have_two_names(config):
     first, second = RunFolder.create(config), RunFolder.create(config)
     assert first.run_id != second.run_id
+    first.point_latest()
+    second.point_latest()
     assert (first.path.parent / "latest").resolve() == second.path
 
 
@@ -28,6 +32,7 @@ def test_a_run_is_found_by_its_name_its_folder_and_as_the_latest(config):
     folder = RunFolder.create(config)
     root = folder.path.parent
     assert RunFolder.open(folder.run_id, root) == RunFolder.open(str(folder.path), root) == folder
+    folder.point_latest()
     assert RunFolder.open("latest", root) == folder
 
 

@@ -1,10 +1,13 @@
 """What a run's end says: the keys of summary.json, and when a strict run may not be called clean."""
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from auditor.client import Counts
 from services.alert import NAME, SEVERITY, mismatch_alert
@@ -91,6 +94,25 @@ def test_a_mismatch_makes_a_strict_run_exit_with_1_and_a_native_one_with_0(tmp_p
     with Report(1, 0) as report:
         assert conclude(_summary(total, numerics), folder, report, None) == code
         assert conclude(_summary(CLEAN, numerics), folder, report, None) == 0
+
+
+@pytest.mark.parametrize("what", ["refused", "dropped", "queued", "spooled"])
+def test_a_record_that_the_auditor_does_not_have_is_a_fault(what):
+    """A resumed run that sampled other bits: the auditor keeps the first records and refuses the second."""
+    records = Counts(**{"accepted": 8, what: 2})
+    assert replace(_summary(), records=records).faults() == [f"records that the auditor does not have: 2 {what}"]
+    assert replace(_summary(), records=Counts(accepted=4, duplicate=4)).faults() == []
+
+
+def test_the_bar_on_a_terminal_says_how_far_it_is_and_what_is_waited_for():
+    shown = io.StringIO()
+    with Report(4, 1, Console(file=shown, force_terminal=True, width=120)) as report:
+        report.begin()
+        report.step(StepLine(_summary().steps[0], CLEAN))
+        report.waiting("waiting for the auditor's last verdicts")
+    assert "2/4" in shown.getvalue()
+    assert "waiting for the auditor's last verdicts" in shown.getvalue()
+    assert "━" in shown.getvalue()
 
 
 def test_samples_that_never_reached_the_auditor_are_missed():

@@ -2,13 +2,15 @@
 
 import errno
 import json
+import shutil
+import subprocess
 
 import pytest
 
 from rl_kernel.reference.weights import weight_digest
 from services.errors import PublishError
 from services.weights import WeightStore, confirm
-from tests.models import write_tiny_model
+from tests.models import TinyModel, write_tiny_model
 
 
 @pytest.fixture
@@ -93,6 +95,46 @@ def test_an_engine_that_holds_other_weights_is_named_with_both_digests(store, mo
     confirm(published, "the trainer", published.digest)
     with pytest.raises(PublishError, match=f"the rollout engine holds weights 11aa after .* {published.digest}"):
         confirm(published, "the rollout engine", "11aa")
+
+
+def test_pruning_touches_nothing_that_is_no_version(store, model):
+    for version in range(1, 5):
+        store.import_model(version, model)
+    for name in ("vision", "v2", "notes"):
+        (store.root / name).mkdir()
+    store.prune(newest=4, oldest_needed=4)
+    assert {p.name for p in store.root.iterdir()} == {"v000003", "v000004", "vision", "v2", "notes"}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_is_really_full_keeps_the_versions_that_it_has(small_disk, tmp_path):
+    tiny = write_tiny_model(tmp_path / "tiny", TinyModel(layers=1, hidden=32, intermediate=64, vocab=128))
+    store = WeightStore(small_disk / "weights", keep=2)
+    version = 1
+    while shutil.disk_usage(small_disk).free > 2 * (tiny / "model.safetensors").stat().st_size:
+        store.import_model(version, tiny)
+        version += 1
+    assert version > 2
+    (small_disk / "something else").write_bytes(bytes((tiny / "model.safetensors").stat().st_size))
+    with pytest.raises(PublishError, match=rf"disk full: weight version {version} does not fit into .* then --resume"):
+        store.import_model(version, tiny)
+    assert sorted(p.name for p in store.root.iterdir()) == [f"v{v:06d}" for v in range(1, version)]
+    assert store.receive(version - 1).digest == weight_digest(tiny)
+    store.prune(newest=version - 1, oldest_needed=version - 1, keep=1)
+    store.import_model(version, tiny)
 
 
 def test_pruning_keeps_the_newest_and_what_is_still_needed(store, model):
