@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from tests.models import write_tiny_model
 
@@ -25,9 +26,9 @@ RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 class Started:
     """`python -m services.main` as a child process, its output read line by line."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, program="services.main"):
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "services.main", *map(str, arguments)]
+        command = [sys.executable, "-m", program, *map(str, arguments)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
@@ -154,6 +155,27 @@ def test_a_run_killed_outright_takes_its_processes_along_and_resumed_it_ends_wit
     ledger = sqlite3.connect(folder / "ledger.sqlite")
     per_side = dict(ledger.execute("SELECT side, count(*) FROM records WHERE step < ? GROUP BY side", (STEPS,)))
     assert per_side == {"rollout": STEPS * SAMPLES, "trainer": STEPS * SAMPLES}
+
+
+def test_one_unit_in_the_last_place_of_a_strict_run_is_said_with_its_side_and_exit_code_1(config_file):
+    run = Started("--config", config_file, "--set", "run.steps=1", program="tests.services.cheating")
+    output = run.end(1)
+    _, summary = _latest(config_file)
+    assert summary["mismatched_tokens"] == SAMPLES
+    assert summary["mismatched_samples_by_side"] == {"rollout": SAMPLES}
+    assert f"NOT CLEAN: {SAMPLES} tokens differ between rollout and trainer" in output
+    assert "alert MismatchedTokens (critical): Run " in output
+
+
+def test_a_model_that_yields_nan_ends_the_run_in_one_line(config_file, tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, model / "model.safetensors")
+    output = Started("--config", config_file, "--set", f"model.path={model}").end(2)
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "nan" in line
+    assert "Traceback" not in output
 
 
 def test_a_native_run_shows_what_strict_removes_and_says_its_alert(config_file):

@@ -8,7 +8,7 @@ from rl_kernel.contracts import model_contract
 from rl_kernel.reference.model import Decoder
 from services.engines import Generated
 from services.records import Sampling
-from services.rollout.engine import RolloutEngine
+from services.rollout.engine import RolloutEngine, _sampling_params
 
 VOCAB = 331
 TEMPERATURE = 0.7
@@ -29,6 +29,13 @@ def sampling(count: int, new_tokens: int = 6) -> list[Sampling]:
 def bits(response: Generated) -> tuple[Prompt, bytes]:
     """Tokens and the bit patterns of their logprobs."""
     return response.tokens, response.logprobs.tobytes()
+
+
+def cached_tokens(engine: RolloutEngine, asked: Sequence[Prompt]) -> list[int]:
+    """Tokens of each prompt that vLLM takes from its prefix cache, by its own count."""
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in asked]
+    outputs = engine._llm.generate(inputs, [_sampling_params(how) for how in sampling(len(asked), 1)], use_tqdm=False)
+    return [output.num_cached_tokens for output in outputs]
 
 
 def run(engine: RolloutEngine, asked: Sequence[Prompt], new_tokens: int = 6) -> list[tuple[Prompt, bytes]]:

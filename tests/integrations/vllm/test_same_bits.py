@@ -1,9 +1,11 @@
 """Strict vLLM gives one sequence the same bits whatever runs beside it and however it is cut; native vLLM does not."""
 
 import numpy as np
+import psutil
 import pytest
+import torch
 
-from tests.integrations.vllm.requests import TEMPERATURE, prompts, reference_bits, run, sampling
+from tests.integrations.vllm.requests import TEMPERATURE, cached_tokens, prompts, reference_bits, run, sampling
 from tests.models import TINY_MODELS
 
 EVERY_MODEL = pytest.mark.parametrize("name", sorted(TINY_MODELS))
@@ -51,6 +53,7 @@ def test_a_cached_prefix_changes_no_bit(make_engine, models, name):
     shared = prompts(1, longest=90, seed=5)[0] + prompts(1, seed=6)[0]
     asked = [shared + tail for tail in prompts(4, longest=9, seed=7)]
     cold = run(engine, asked)
+    assert min(cached_tokens(engine, asked)) >= 16, "nothing was found in the cache"
     assert run(engine, asked) == cold
     assert [logprobs for _, logprobs in cold] == reference_bits(models[name], asked, cold)
 
@@ -85,15 +88,25 @@ def test_the_top_logprobs_are_by_contract_too(make_engine, models):
 
 def test_one_and_two_threads_give_the_same_bits(make_engine, models):
     asked = prompts(7)
-    one = run(make_engine(models["llama"], threads=1), asked)
-    assert run(make_engine(models["llama"], threads=2), asked) == one
+    alone = make_engine(models["llama"], threads=1)
+    one, threads = run(alone, asked), alone._llm.collective_rpc(_threads)
+    pair = make_engine(models["llama"], threads=2)
+    assert run(pair, asked) == one
+    assert (threads, pair._llm.collective_rpc(_threads)) == ([1], [2])
+
+
+def _threads(worker):
+    return torch.get_num_threads()
 
 
 @pytest.mark.slow
 def test_an_engine_process_gives_the_bits_of_an_engine_in_this_process(make_engine, models):
     asked = prompts(7)
     here = run(make_engine(models["llama-tied"]), asked)
-    assert run(make_engine(models["llama-tied"], own_process=True), asked) == here
+    before = len(psutil.Process().children())
+    engine = make_engine(models["llama-tied"], own_process=True)
+    assert len(psutil.Process().children()) > before
+    assert run(engine, asked) == here
 
 
 @pytest.mark.slow
