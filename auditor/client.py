@@ -5,17 +5,20 @@
         client.submit_trainer(trainer_record)
         print(client.flush(timeout=10))
 
-A background thread sends batches. While the auditor is away, batches wait on disk and are sent when it is back, also
-by a client that starts later. What could be neither sent nor stored is counted as dropped and said at close.
+A background thread sends batches. While the auditor is away, or says that it is too much at once, batches wait on disk
+and are sent when it takes them, also by a client that starts later. What could be neither sent nor stored is counted as
+dropped and said at close.
 """
 
 import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -34,6 +37,8 @@ _BATCH_BYTES = 2 << 20
 _BATCH_RECORDS = 256
 _RPC_TIMEOUT_S = 10.0
 _RETRY_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+_RETRY_AFTER = "retry-after"
 _REFUSED_FOR_GOOD = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.UNIMPLEMENTED)
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -59,10 +64,14 @@ class Counts:
 
 
 class AuditClient:
-    """Reports records of one run. Thread-safe; `submit_*` never wait for the network or the disk.
+    """Reports records of one run. Thread-safe; `submit_*` never wait for the network.
+
+    What is handed in faster than it can be sent goes to the spool: by the background thread, and past `queue_size`
+    by the caller itself, so that a burst costs some milliseconds of writing and no record.
 
     address: host:port of the auditor's gRPC. spool_dir: may be shared between clients. queue_size: records in memory.
-    token: bearer token, where the auditor asks for one. credentials: for TLS; None speaks plain text.
+    token: bearer token, where the auditor asks for one, or a function that gives the one in force. credentials: for
+    TLS; None speaks plain text.
     """
 
     def __init__(
@@ -72,7 +81,7 @@ class AuditClient:
         *,
         spool_dir: Path | str,
         queue_size: int = 4096,
-        token: str | None = None,
+        token: str | Callable[[], str | None] | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         spool_limit_bytes: int = 1 << 30,
     ) -> None:
@@ -80,7 +89,7 @@ class AuditClient:
         self._queue: deque[pb.Record] = deque()
         self._queue_size = queue_size
         self._spool = Spool(Path(spool_dir), spool_limit_bytes)
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._token = token if callable(token) else lambda: token
         self._channel = (
             grpc.secure_channel(address, credentials, _CHANNEL_OPTIONS)
             if credentials
@@ -91,8 +100,12 @@ class AuditClient:
         self._counts = Counts()
         self._changed = threading.Condition()
         self._in_flight = 0
+        self._on_their_way = 0  # from the queue to the spool
         self._away_until = 0.0
         self._away = False
+        # Batches of the shared spool that this client's token does not open, and when to try them again.
+        self._not_ours: dict[Path, float] = {}
+        self._forbidden = False
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="audit-client", daemon=True)
         self._thread.start()
@@ -109,7 +122,7 @@ class AuditClient:
     def counts(self) -> Counts:
         """What became of the records so far."""
         with self._changed:
-            queued = len(self._queue) + self._in_flight
+            queued = len(self._queue) + self._in_flight + self._on_their_way
             counts = self._counts
         return replace(counts, queued=queued, spooled=self._spool.waiting())
 
@@ -161,11 +174,14 @@ class AuditClient:
             log.warning("record %s is %d bytes; the limit is %d", record.key, message.ByteSize(), MAX_MESSAGE_BYTES)
             return
         with self._changed:
-            if self._closing or len(self._queue) >= self._queue_size:
+            if self._closing:
                 self._counts = replace(self._counts, dropped=self._counts.dropped + 1)
                 return
             self._queue.append(message)
+            full = len(self._queue) > self._queue_size
             self._changed.notify_all()
+        if full:
+            self._relieve_queue()
 
     def _work(self) -> None:
         while True:
@@ -207,7 +223,9 @@ class AuditClient:
 
     def _replay(self) -> bool:
         """Send the oldest spooled batch; whether there was one and it went through."""
-        with self._spool.claim_oldest() as claimed:
+        now = time.monotonic()
+        self._not_ours = {path: until for path, until in self._not_ours.items() if until > now}
+        with self._spool.claim_oldest(self._not_ours) as claimed:
             if claimed is None:
                 return False
             try:
@@ -220,36 +238,51 @@ class AuditClient:
             sent = self._send(request)
             if sent:
                 claimed.remove()
+            elif self._forbidden:
+                self._not_ours[claimed.path] = now + _LONGEST_PAUSE_S
         with self._changed:
             self._changed.notify_all()
         return sent
 
     def _send(self, request: pb.SubmitRequest) -> bool:
         """Whether the auditor gave a receipt for every record; moves the queue to disk while it hesitates."""
-        call = self._submit.future(request, timeout=_RPC_TIMEOUT_S, metadata=self._metadata)
+        call = self._submit.future(request, timeout=_RPC_TIMEOUT_S, metadata=self._metadata())
         while not call.done():
             try:
                 call.exception(timeout=0.1)
             except grpc.FutureTimeoutError:
                 self._relieve_queue()
         error = call.exception()
+        self._forbidden = error is not None and call.code() is grpc.StatusCode.PERMISSION_DENIED
         if error is not None and call.code() in _REFUSED_FOR_GOOD:
             log.warning("auditor at %s refused a batch: %s", self._address, call.details())
             self._count(refused=len(request.batch.records))
             return True
         if error is not None:
-            self._away_until = time.monotonic() + _RETRY_S
+            self._away_until = time.monotonic() + _pause(call)
             if not self._away:
                 log.warning(
-                    "auditor at %s is away (%s); records wait in %s", self._address, call.code(), self._spool.folder
+                    "auditor at %s takes no records (%s: %s); they wait in %s",
+                    self._address,
+                    call.code(),
+                    call.details(),
+                    self._spool.folder,
                 )
             self._away = True
             return False
         if self._away:
-            log.warning("auditor at %s is back", self._address)
+            log.warning("auditor at %s takes records again", self._address)
         self._away = False
         self._tally(call.result().receipts)
         return True
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        try:
+            token = self._token()
+        except OSError as error:
+            log.warning("the auditor's token cannot be read now: %s", error)
+            return ()
+        return (("authorization", f"Bearer {token}"),) if token else ()
 
     def _tally(self, receipts: pb.Receipts) -> None:
         outcomes = [receipt.outcome for receipt in receipts.receipts]
@@ -268,7 +301,11 @@ class AuditClient:
             if 2 * len(self._queue) < self._queue_size:
                 return
             batch = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_RECORDS))]
+            self._on_their_way += len(batch)
         self._store(pb.SubmitRequest(batch=pb.Batch(records=batch)))
+        with self._changed:
+            self._on_their_way -= len(batch)
+            self._changed.notify_all()
 
     def _store(self, request: pb.SubmitRequest) -> None:
         records = len(request.batch.records)
@@ -290,3 +327,12 @@ class AuditClient:
                 refused=self._counts.refused + refused,
                 dropped=self._counts.dropped + dropped,
             )
+
+
+def _pause(call: Any) -> float:
+    """Seconds until the next try: as long as the auditor asks for, within reason."""
+    asked = [value for name, value in call.trailing_metadata() or () if name == _RETRY_AFTER]
+    try:
+        return min(max(float(asked[0]), _RETRY_S), _LONGEST_PAUSE_S) if asked else _RETRY_S
+    except ValueError:
+        return _RETRY_S

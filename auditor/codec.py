@@ -170,10 +170,11 @@ def _packed(number: int, values: npt.NDArray[np.uint32]) -> bytes:
     if values.size == 0:
         return b""
     body = values.astype("<u4", copy=False).tobytes()
-    return bytes([number << 3 | 2]) + _varint(len(body)) + body
+    return bytes([number << 3 | 2]) + varint(len(body)) + body
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A length as protobuf writes it."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -9,7 +9,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from auditor.errors import ConfigError
+from auditor.grants import Grants
+from auditor.object_store import StoreAccess, is_url
 from auditor.tls import TlsFiles
+from auditor.weights_place import WeightsPlace
 
 
 class Config(BaseModel):
@@ -21,8 +24,17 @@ class Config(BaseModel):
     http: Annotated[str, Field(description="host:port for API, page and metrics")] = "127.0.0.1:9464"
     ledger: Annotated[str, Field(description="file of the ledger, or a postgresql:// URL")] = "auditor.db"
     weights_root: Annotated[
-        Path | None, Field(description="folder with v000001, v000002, …; without it nothing is recomputed")
+        str | None,
+        Field(description="folder or s3:// URL with v000001, v000002, …; without it nothing is recomputed"),
     ] = None
+    weights_cache: Annotated[
+        Path | None, Field(description="folder for copies of weights where weights_root is a URL; each is fetched once")
+    ] = None
+    weights_keep: Annotated[int, Field(ge=1, le=1000, description="versions that stay in it")] = 8
+    store_endpoint: Annotated[
+        str, Field(description="http(s):// URL of an S3 service that is not Amazon's, for weights_root and archive")
+    ] = ""
+    store_region: Annotated[str, Field(description="its region, where it wants one")] = ""
     recompute_rate: Annotated[
         float, Field(ge=0, le=1, description="share of agreeing samples that the reference recomputes")
     ] = 0.05
@@ -32,6 +44,9 @@ class Config(BaseModel):
         int, Field(ge=0, description="and the first k of each engine and response length (by powers of two)")
     ] = 0
     recompute_workers: Annotated[int, Field(ge=1, le=1024, description="workers that run the reference")] = 1
+    recompute_idle: Annotated[
+        bool, Field(description="workers run only on cores that nothing else wants: a job beside them loses no time")
+    ] = False
     recompute_pool: Annotated[
         str, Field(description="where they run: process (here), ray (the cluster of RAY_ADDRESS), or MODULE:NAME")
     ] = "process"
@@ -47,10 +62,21 @@ class Config(BaseModel):
     archive: Annotated[
         str, Field(description="folder or s3:// URL that dropped content is written to before, as Parquet")
     ] = ""
+    retain_look_s: Annotated[float, Field(gt=0, description="seconds between two looks for what is that old")] = 60.0
     token_file: Annotated[
         Path | None,
-        Field(description="file with the bearer token that every call must carry; read again when it changes"),
+        Field(description="file with a bearer token for every run; read again when it changes"),
     ] = None
+    tokens_file: Annotated[
+        Path | None,
+        Field(description="YAML list of bearer tokens, each for some runs only; read again when it changes"),
+    ] = None
+    rate_records: Annotated[
+        float, Field(ge=0, description="records a second that one job (its token, or its run) may send; 0: any")
+    ] = 0.0
+    rate_bytes: Annotated[float, Field(ge=0, description="bytes a second that one job may send; 0: any")] = 0.0
+    rate_reads: Annotated[float, Field(ge=0, description="HTTP requests a second of one caller; 0: any")] = 0.0
+    rate_burst_s: Annotated[float, Field(gt=0, description="seconds' worth of each rate that may come at once")] = 5.0
     tls_certificate: Annotated[
         Path | None, Field(description="PEM chain for both ports; read again when it changes")
     ] = None
@@ -78,11 +104,11 @@ class Config(BaseModel):
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         for name, address in (("grpc", self.grpc), ("http", self.http)):
             host, _ = split_address(name, address)
-            guarded = self.token_file is not None or self.tls_client_ca is not None
+            guarded = bool(self.token_file or self.tokens_file or self.tls_client_ca)
             if not (_is_loopback(host) or guarded or self.insecure):
                 raise ValueError(
                     f"{name}: {address} can be reached from other machines;"
-                    " give token_file, tls_client_ca, or insecure: true"
+                    " give token_file, tokens_file, tls_client_ca, or insecure: true"
                 )
         return self
 
@@ -114,6 +140,19 @@ def tls_files(config: Config) -> TlsFiles | None:
     return TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
 
 
+def store_access(config: Config) -> StoreAccess:
+    """How object stores are reached."""
+    return StoreAccess(config.store_endpoint, config.store_region)
+
+
+def weights_place(config: Config) -> WeightsPlace | None:
+    """Where workers find weights, or None where nothing is recomputed."""
+    if config.weights_root is None:
+        return None
+    cache = str(config.weights_cache) if config.weights_cache else ""
+    return WeightsPlace(config.weights_root, cache, config.weights_keep, store_access(config))
+
+
 def split_address(name: str, address: str) -> tuple[str, int]:
     """Host and port of `host:port`; ValueError names the setting."""
     host, separator, port = address.rpartition(":")
@@ -137,15 +176,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_paths(config: Config) -> None:
-    if config.weights_root is not None and not config.weights_root.is_dir():
-        raise ConfigError(f"weights_root {config.weights_root} is no folder; make it before the auditor starts")
-    if config.token_file is not None:
-        try:
-            token = config.token_file.read_text("utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"token_file {config.token_file}: {error.strerror}") from None
-        if not token:
-            raise ConfigError(f"token_file {config.token_file} is empty; it holds the bearer token")
+    root = config.weights_root
+    if root is not None and not is_url(root) and not Path(root).is_dir():
+        raise ConfigError(f"weights_root {root} is no folder; make it before the auditor starts")
+    if root is not None and is_url(root) and config.weights_cache is None:
+        raise ConfigError(f"weights_root {root} is a URL and needs weights_cache, a folder for copies")
+    Grants(config.token_file, config.tokens_file)
     if config.archive and not config.retain_days:
         raise ConfigError("archive is given and retain_days is 0: nothing would ever be written to it")
     folder = Path(config.ledger).parent

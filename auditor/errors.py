@@ -6,6 +6,9 @@
     │   ├── ConflictError    another record is already stored under the same run, step, sample and side
     │   └── LimitError       a record or batch beyond a size limit
     ├── AuthError            a call without the token that is asked for
+    │   └── ForbiddenError   a token that does not cover the run
+    ├── RateError            more in too short a time; the same call may come again a little later
+    ├── ArchiveError         retired evidence cannot be written away now; it stays in the ledger
     ├── LedgerError          the ledger cannot be written or read now; the same call may work later
     │   └── ChainError       the ledger's hash chain does not verify
     ├── RecomputeError       the reference could not be run on a sample
@@ -15,14 +18,17 @@
 """
 
 __all__ = [
+    "ArchiveError",
     "AuditorError",
     "AuthError",
     "ChainError",
     "ConfigError",
     "ConflictError",
+    "ForbiddenError",
     "LedgerError",
     "LimitError",
     "NotFoundError",
+    "RateError",
     "RecomputeError",
     "RecordError",
 ]
@@ -67,6 +73,28 @@ class AuthError(AuditorError):
     """A call without the bearer token that is asked for."""
 
     code = "unauthenticated"
+
+
+class ForbiddenError(AuthError):
+    """A token that is known and does not cover the run."""
+
+    code = "forbidden_run"
+
+
+class RateError(AuditorError):
+    """More records, bytes or requests than one caller may send in the time. retry_after_s: when to try again."""
+
+    code = "rate_limited"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ArchiveError(AuditorError):
+    """The archive of retired evidence cannot be written at the moment."""
+
+    code = "archive_unavailable"
 
 
 class LedgerError(AuditorError):

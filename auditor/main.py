@@ -19,17 +19,20 @@ from typing import Any
 
 import uvicorn
 
-from auditor.bearer import TokenFile
-from auditor.config import Config, load_config, split_address, tls_files
+from auditor.clock import SteadyClock
+from auditor.config import Config, load_config, split_address, store_access, tls_files, weights_place
 from auditor.contracts import known_contracts
 from auditor.errors import AuditorError, ConfigError, RecomputeError
-from auditor.export.api import make_api
+from auditor.export.api import Facts, make_api
 from auditor.export.board import Board
 from auditor.export.metrics import Live, Metrics
+from auditor.grants import Grants
+from auditor.ingest.admission import Admission
 from auditor.ingest.limits import Limits
 from auditor.ingest.service import AuditService, start_server
 from auditor.judge import ReferenceLogprobs
 from auditor.pipeline import Incoming, Pipeline, Receipt, Refused
+from auditor.rates import Rate
 from auditor.recompute import Diagnosis, RecomputePool
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
 from auditor.retention import ParquetArchive, Retirement
@@ -56,43 +59,54 @@ class Auditor:
             raise
 
     def _start(self, config: Config) -> None:
-        ledger = Ledger(open_database(config.ledger, writer=True))
+        grants = Grants(config.token_file, config.tokens_file)
+        clock = SteadyClock()
+        ledger = Ledger(open_database(config.ledger, writer=True), clock)
         self._parts.callback(ledger.close)
         self._reader = Reader(lambda: open_database(config.ledger, writer=False))
         self._board = Board.rebuilt(ledger.counters(), self._reader, config.shown_runs)
         self._ledger = ledger
         self._writer = Writer(ledger, self._board.add, self._recover, config.write_queue)
         self._parts.callback(self._writer.close)
-        self._start_retirement(config)
-        self._pool = self._start_pool(config)
-        contracts = known_contracts()
-        self._pipeline = Pipeline(contracts, _policy(config), self._board, self._pool.put if self._pool else None)
         live = Live(
             lambda: self._writer.waiting,
             lambda: self._pool.waiting if self._pool else 0,
             lambda: self._pool.lag_seconds if self._pool else 0.0,
             self._reader.size_bytes,
+            lambda: clock.jumped_seconds,
         )
         version = metadata.version("rl-kernel")
         self._metrics = Metrics(self._board, live, version)
-        token = TokenFile(config.token_file)
+        self._start_retirement(config, clock)
+        self._pool = self._start_pool(config)
+        contracts = known_contracts()
+        self._pipeline = Pipeline(contracts, _policy(config), self._board, self._pool.put if self._pool else None)
         names = {digest: f"{c.profile.name}/segments={c.segments}" for digest, c in contracts.items()}
-        api = make_api(self._reader, self._metrics, token, version, names)
-        tls = tls_files(config)
-        http = self._start_http(api, config.http, tls)
+        reads = Rate("requests", config.rate_reads, config.rate_burst_s)
+        api = make_api(self._reader, self._metrics, grants, reads, Facts(version, names, self._why_not_ready))
+        http = self._start_http(api, config.http, tls_files(config))
+        self.addresses = {"grpc": self._start_grpc(config, grants), "http": http}
+        self._requeue()
+
+    def _start_grpc(self, config: Config, grants: Grants) -> str:
+        """Serve; returns the bound host:port."""
         limits = Limits(message_bytes=config.message_bytes, tokens=config.sample_tokens)
+        admission = Admission(
+            grants,
+            Rate("records", config.rate_records, config.rate_burst_s),
+            Rate("bytes", config.rate_bytes, config.rate_burst_s),
+        )
         host, port = split_address("grpc", config.grpc)
         # gRPC would say on stderr, in its own words, what `_listen` says in one line.
         _listen("gRPC", config.grpc).close()
-        server, port = start_server(
-            AuditService(self._accept, limits, token),
-            f"{host}:{port}",
-            limits,
-            grpc_credentials(tls) if tls else None,
-        )
+        tls = tls_files(config)
+        service = AuditService(self._accept, limits, admission, lambda code: self._metrics.count_error("grpc", code))
+        server, port = start_server(service, f"{host}:{port}", limits, grpc_credentials(tls) if tls else None)
         self._parts.callback(lambda: server.stop(grace=5).wait())
-        self.addresses = {"grpc": f"{host}:{port}", "http": http}
-        self._requeue()
+        return f"{host}:{port}"
+
+    def _why_not_ready(self) -> str:
+        return self._writer.trouble() if self._reader.ready() else "the ledger does not answer"
 
     def close(self) -> None:
         """Stop taking records, write what was taken, let go of everything. In reverse order of the start."""
@@ -113,17 +127,28 @@ class Auditor:
         with self._metrics.receipt_seconds.time():
             return self._writer.submit(lambda unit: self._pipeline.receive(unit, batch)).result()
 
-    def _start_retirement(self, config: Config) -> None:
+    def _start_retirement(self, config: Config, clock: SteadyClock) -> None:
         if config.retain_days:
-            archive = ParquetArchive(config.archive) if config.archive else None
-            self._parts.callback(Retirement(self._writer, config.retain_days, archive, time.time).close)
+            archive = ParquetArchive(config.archive, store_access(config)) if config.archive else None
+            retirement = Retirement(
+                self._reader,
+                self._writer,
+                config.retain_days,
+                archive,
+                clock,
+                config.retain_look_s,
+                lambda code: self._metrics.count_error("retention", code),
+            )
+            self._parts.callback(retirement.close)
 
     def _start_pool(self, config: Config) -> RecomputePool | None:
-        if config.weights_root is None:
+        weights = weights_place(config)
+        if weights is None:
             return None
+        weights.open().versions()  # a place that cannot be read fails the start and not the first mismatch
         pool = RecomputePool(
-            config.weights_root,
-            find(config.recompute_pool),
+            weights,
+            find(config.recompute_pool, config.recompute_idle),
             config.recompute_workers,
             Diagnosis(config.diagnose_per_step, config.diagnose_seconds),
             self._load,
@@ -192,8 +217,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if config.ports_file is not None:
             _write_ports(config.ports_file, auditor.addresses)
-        if config.token_file is None:
-            log.warning("no token_file: whoever reaches %s may write records", auditor.addresses["grpc"])
+        if config.token_file is None and config.tokens_file is None:
+            log.warning(
+                "no token_file and no tokens_file: whoever reaches %s may write records", auditor.addresses["grpc"]
+            )
         log.info("ready after %.2f s: %s", time.monotonic() - started, auditor.addresses)
         stop.wait()
     except ConfigError as error:

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from auditor.codec import encode
 from auditor.errors import RecomputeError
 from auditor.judge import ReferenceLogprobs
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
+from auditor.weights_place import WeightsPlace
 from auditor.workers import Hire, Worker
 
 log = logging.getLogger(__name__)
@@ -48,12 +48,12 @@ class RecomputePool:
     """
 
     def __init__(
-        self, weights_root: Path, hire: Hire, workers: int, diagnosis: Diagnosis, load: Load, conclude: Conclude
+        self, weights: WeightsPlace, hire: Hire, workers: int, diagnosis: Diagnosis, load: Load, conclude: Conclude
     ) -> None:
         self._hire = hire
         self._diagnosis = diagnosis
         self._diagnosed: Counter[tuple[str, int]] = Counter()
-        self._weights_root = weights_root
+        self._weights = weights
         self._load = load
         self._conclude = conclude
         self._heap: list[tuple[int, int, float, SampleKey]] = []
@@ -61,7 +61,7 @@ class RecomputePool:
         self._changed = threading.Condition()
         self._closing = False
         # Hired here, so that a pool that cannot be had fails the start and not the first mismatch.
-        self._spare: Worker | None = hire(weights_root)
+        self._spare: Worker | None = hire(weights)
         self._workers: set[Worker] = {self._spare}
         self._threads = [threading.Thread(target=self._work, name=f"recompute-{i}") for i in range(workers)]
         for thread in self._threads:
@@ -142,7 +142,7 @@ class RecomputePool:
     def _start(self) -> Worker:
         with self._changed:
             worker, self._spare = self._spare, None
-        worker = worker or self._hire(self._weights_root)
+        worker = worker or self._hire(self._weights)
         self._workers.add(worker)
         return worker
 

@@ -1,14 +1,12 @@
-"""The process that runs the reference: `python -m auditor.recompute_worker WEIGHTS_ROOT`.
+"""The process that runs the reference: `python -m auditor.recompute_worker PLACE` (a `WeightsPlace` as JSON).
 
 Jobs come on stdin, answers go to stdout.
 A worker holds the newest few models it was asked for; weights are mapped, not read, so several workers share them.
 """
 
-import json
 import os
 import sys
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from auditor.errors import RecomputeError
 from auditor.frames import read_frame, write_frame
 from auditor.judge import ReferenceLogprobs
 from auditor.records import RolloutRecord, TrainerRecord
+from auditor.weights_place import WeightsPlace, WeightsStore
 from rl_kernel.errors import ModelError, RlKernelError
 from rl_kernel.reference.model import Decoder
 
@@ -28,10 +27,10 @@ _MODELS = 4
 
 
 class Models:
-    """Decoders by weight digest and contract digest, found under `root`/v000001 and so on."""
+    """Decoders by weight digest and contract digest, out of a store of weights."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, store: WeightsStore) -> None:
+        self._store = store
         self._contracts = known_contracts()
         self._open: OrderedDict[tuple[str, str], Decoder] = OrderedDict()
 
@@ -47,26 +46,28 @@ class Models:
         contract = self._contracts.get(contract_digest)
         if contract is None:
             raise RecomputeError(f"no contract has the digest {contract_digest}", "contract_unknown")
-        folder = self._folder(version, digest)
+        folder = self._store.folder(version, digest)
         try:
             decoder = Decoder.open(folder, contract)
         except ModelError as error:
             raise RecomputeError(str(error), "weights_unreadable") from error
         if decoder.weight_digest != digest:
+            self._store.reject(folder)
             raise RecomputeError(
                 f"{folder} holds weights {decoder.weight_digest}, the record names {digest}", "weights_digest"
             )
         return decoder
 
     def around(self, record: RolloutRecord) -> Weights:
-        """The decoder that a record names and the versions under the root, for a diagnosis."""
+        """The decoder that a record names and the versions of its job, for a diagnosis."""
         named = self.get(record.weight_version, record.weight_digest, record.contract_digest)
-        versions = sorted(int(folder.name[1:]) for folder in self._root.glob("v*") if folder.name[1:].isdigit())
+        near = self._store.folder(record.weight_version, record.weight_digest)
+        versions = self._store.versions(near)
 
         def load(version: int) -> Decoder:
-            key = (f"v{version}", record.contract_digest)
+            key = (f"{near.parent}/v{version}", record.contract_digest)
             if key not in self._open:
-                folder = self._root / f"v{version:06d}"
+                folder = self._store.of_version(version, near)
                 self._keep(key, Decoder.open(folder, self._contracts[record.contract_digest]))
             return self._open[key]
 
@@ -76,17 +77,6 @@ class Models:
         self._open[key] = decoder
         while len(self._open) > _MODELS:
             self._open.popitem(last=False)
-
-    def _folder(self, version: int, digest: str) -> Path:
-        named = self._root / f"v{version:06d}"
-        if (named / "config.json").is_file():
-            return named
-        for manifest in sorted(self._root.glob("*/manifest.json"), reverse=True):
-            if json.loads(manifest.read_text("utf-8")).get("weight_digest") == digest:
-                return manifest.parent
-        raise RecomputeError(
-            f"{named} does not exist, and no manifest under {self._root} names {digest}", "weights_missing"
-        )
 
 
 def answer(models: Models, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -152,10 +142,13 @@ def _logprobs(models: Models, record: RolloutRecord, contract_digest: str) -> tu
     return logprobs, decoder.contract.profile.mma
 
 
-def main(root: Path) -> None:
-    """Answer jobs until stdin ends. The auditor must not slow the job that it watches, so the worker is nice."""
-    os.nice(5)
-    models = Models(root)
+def main(place: WeightsPlace, idle: bool) -> None:
+    """Answer jobs until stdin ends. The auditor must not slow the job that it watches: the worker is nice, or idle."""
+    if idle:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(5)
+    models = Models(place.open())
     while True:
         try:
             job, body = read_frame(sys.stdin.buffer)
@@ -165,4 +158,4 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(WeightsPlace.from_json(sys.argv[1]), idle="idle" in sys.argv[2:])

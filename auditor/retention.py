@@ -2,22 +2,33 @@
 
 What is retired is the content of records and reference values of samples that are judged and wait for nothing.
 Digests, verdicts and counts stay, and so does the hash chain: a written-away record still has the digest in it.
+What is old is decided by the chain and the clock together: nothing is older than what stands before it, and days for
+which the auditor stood still count as one. So a clock that is wrong at some start makes nothing old before its time.
+Writing away happens beside the ledger's writer, so that a slow store delays no receipt; evidence that was written
+twice, because the auditor died in between, is dropped once.
 """
 
+import io
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Final, Protocol
 
-from auditor.errors import AuditorError, ConfigError, LedgerError
+from auditor.errors import ArchiveError, AuditorError, ConfigError
+from auditor.object_store import AMAZON, StoreAccess, is_url, open_place
 from auditor.records import SampleKey
 from auditor.storage.ledger import Unit
+from auditor.storage.reader import Reader
 from auditor.writer import Writer
 
 log = logging.getLogger(__name__)
 _BATCH: Final = 500
 _DAY_S: Final = 86_400.0
+_LAST_SEQ: Final = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,73 +47,76 @@ class Archive(Protocol):
     """A place for evidence."""
 
     def write(self, evidence: Sequence[Evidence]) -> None:
-        """Store it durably; AuditorError where that failed, and nothing is dropped."""
+        """Store it durably; ArchiveError where that failed, and nothing is dropped."""
 
 
 class ParquetArchive:
-    """One Parquet file a batch under `place`: a folder, or a URL that pyarrow knows (s3://bucket/prefix)."""
+    """One Parquet file a batch under `place`: a folder, or the URL of an object store (s3://bucket/prefix)."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, access: StoreAccess = AMAZON) -> None:
+        self._files, self._root = open_place("archive", place, access)
+        self._local = not is_url(place)
         try:
-            from pyarrow import fs  # noqa: PLC0415 - an extra of its own
-        except ImportError:
-            raise ConfigError("archive needs pyarrow: install the extra `archive`") from None
-        try:
-            if "://" in place:
-                self._files, self._root = fs.FileSystem.from_uri(place)
-            else:
-                self._files, self._root = fs.LocalFileSystem(), place
             self._files.create_dir(self._root, recursive=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"archive {place}: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"archive {place}: {_one_line(error)}") from None
 
     def write(self, evidence: Sequence[Evidence]) -> None:
-        """Store a batch; the name says which entries of the chain it covers."""
-        import pyarrow  # noqa: PLC0415 - see above
-        from pyarrow import parquet  # noqa: PLC0415 - see above
-
-        table = pyarrow.table(
-            {
-                "seq": [e.seq for e in evidence],
-                "run_id": [e.key.run_id for e in evidence],
-                "step": [e.key.step for e in evidence],
-                "sample_id": [e.key.sample_id for e in evidence],
-                "side": [e.side for e in evidence],
-                "digest": [e.digest for e in evidence],
-                "payload": [e.payload for e in evidence],
-                "received_at": [e.received_at for e in evidence],
-            }
-        )
-        name = f"{self._root}/evidence-{evidence[0].seq:012d}-{evidence[-1].seq:012d}.parquet"
+        """Store a batch, whole or not at all; the name says which entries of the chain it covers."""
+        content = _parquet(evidence)
+        name = f"evidence-{evidence[0].seq:012d}-{evidence[-1].seq:012d}.parquet"
         try:
-            parquet.write_table(table, name, filesystem=self._files, compression="zstd")
-        except OSError as error:
-            raise LedgerError(f"archive: {' '.join(str(error).split())}") from None
+            if self._local:
+                _write_whole(Path(self._root) / name, content)
+            else:
+                # An object appears when its stream is closed, after the store has taken all of it.
+                with self._files.open_output_stream(f"{self._root}/{name}") as stream:
+                    stream.write(content)
+        except (OSError, ValueError) as error:
+            raise ArchiveError(f"archive {self._root}: {_one_line(error)}") from None
 
 
-def retire(unit: Unit, before: float, archive: Archive | None) -> int:
-    """Retire one batch of evidence received before `before` (Unix seconds); how many records it was."""
-    evidence = [
+def evidence_before(reader: Reader, before: float, limit: int = _BATCH) -> list[Evidence]:
+    """What may be retired: of the records before the first one that came at `before` (Unix seconds) or later."""
+    first_young = reader.first_held_since(before)
+    return _evidence(reader, _LAST_SEQ if first_young is None else first_young, limit)
+
+
+def _evidence(reader: Reader, until: int, limit: int) -> list[Evidence]:
+    return [
         Evidence(seq, SampleKey(run_id, step, sample_id), side, bytes(digest), bytes(payload), received_at)
-        for seq, run_id, step, sample_id, side, digest, payload, received_at in unit.evidence_before(before, _BATCH)
+        for seq, run_id, step, sample_id, side, digest, payload, received_at in reader.evidence_until(until, limit)
     ]
-    if not evidence:
-        return 0
-    if archive is not None:
-        archive.write(evidence)
+
+
+def drop(unit: Unit, evidence: Sequence[Evidence]) -> int:
+    """Forget the content of these records; how many it were."""
     unit.drop_evidence([e.seq for e in evidence], {e.key for e in evidence})
     unit.count("retired_records", len(evidence))
     return len(evidence)
 
 
 class Retirement:
-    """A thread that retires what is older than `days`, a batch at a time between the records that come in."""
+    """A thread that retires what is older than `days`, a batch at a time between the records that come in.
+
+    clock: that of the ledger, for ages are differences of its times. look_s: seconds between two looks.
+    on_error: told the code of what kept evidence from being retired.
+    """
 
     def __init__(
-        self, writer: Writer, days: float, archive: Archive | None, clock: Callable[[], float], look_s: float = 60.0
+        self,
+        reader: Reader,
+        writer: Writer,
+        days: float,
+        archive: Archive | None,
+        clock: Callable[[], float],
+        look_s: float,
+        on_error: Callable[[str], None],
     ) -> None:
-        self._writer, self._days, self._archive = writer, days, archive
-        self._clock, self._look_s = clock, look_s
+        self._reader, self._writer, self._days, self._archive = reader, writer, days, archive
+        self._clock, self._look_s, self._on_error = clock, look_s, on_error
+        newest = reader.newest()
+        self._stood_still_s = 0.0 if newest is None else max(0.0, clock() - newest - _DAY_S)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="retirement")
         self._thread.start()
@@ -115,11 +129,58 @@ class Retirement:
     def _run(self) -> None:
         while not self._stop.wait(self._look_s):
             try:
-                while not self._stop.is_set() and self._one_batch():
-                    continue
+                self._look()
             except AuditorError as error:
+                self._on_error(error.code)
                 log.warning("evidence stays where it is, to be tried again: %s", error)
 
-    def _one_batch(self) -> int:
-        before = self._clock() - self._days * _DAY_S
-        return self._writer.submit(lambda unit: retire(unit, before, self._archive), block=True).result()
+    def _look(self) -> None:
+        before = self._clock() - self._stood_still_s - self._days * _DAY_S
+        first_young = self._reader.first_held_since(before)
+        until = _LAST_SEQ if first_young is None else first_young
+        while not self._stop.is_set():
+            evidence = _evidence(self._reader, until, _BATCH)
+            if not evidence:
+                return
+            if self._archive is not None:
+                self._archive.write(evidence)
+            self._writer.submit(partial(drop, evidence=evidence), block=True).result()
+
+
+def _parquet(evidence: Sequence[Evidence]) -> bytes:
+    import pyarrow  # noqa: PLC0415 - an extra of its own
+    from pyarrow import parquet  # noqa: PLC0415 - the same
+
+    table = pyarrow.table(
+        {
+            "seq": [e.seq for e in evidence],
+            "run_id": [e.key.run_id for e in evidence],
+            "step": [e.key.step for e in evidence],
+            "sample_id": [e.key.sample_id for e in evidence],
+            "side": [e.side for e in evidence],
+            "digest": [e.digest for e in evidence],
+            "payload": [e.payload for e in evidence],
+            "received_at": [e.received_at for e in evidence],
+        }
+    )
+    buffer = io.BytesIO()
+    parquet.write_table(table, buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    draft = path.with_name(f".{path.name}.part")
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

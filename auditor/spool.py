@@ -7,7 +7,7 @@ import fcntl
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ class Spool:
 
     def put(self, payload: bytes, records: int) -> bool:
         """Store a batch durably; False where the limit would be passed. OSError where the disk says no."""
-        if len(payload) + sum(path.stat().st_size for path in self._files()) > self._limit_bytes:
+        if len(payload) + sum(_size(path) for path in self._files()) > self._limit_bytes:
             return False
         name = f"{time.time_ns():020d}-{os.getpid()}-{next(self._serial)}-{records}{_SUFFIX}"
         draft = self.folder / f".{name}.part"
@@ -66,9 +66,11 @@ class Spool:
         return sum(_records_in(path) for path in self._files())
 
     @contextmanager
-    def claim_oldest(self) -> Iterator[Claimed | None]:
-        """Hold the oldest batch that no other client holds; None where there is none."""
+    def claim_oldest(self, but: Container[Path] = ()) -> Iterator[Claimed | None]:
+        """Hold the oldest batch that no other client holds and that is not in `but`; None where there is none."""
         for path in self._files():
+            if path in but:
+                continue
             try:
                 file = path.open("rb")
             except FileNotFoundError:
@@ -86,6 +88,14 @@ class Spool:
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.folder.iterdir() if path.suffix == _SUFFIX and path.name[0] != ".")
+
+
+def _size(path: Path) -> int:
+    """Bytes; none where another client, or another thread, has sent the batch meanwhile."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _records_in(path: Path) -> int:

@@ -7,11 +7,12 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any, BinaryIO, Protocol, cast
 
 from auditor.errors import ConfigError
 from auditor.frames import read_frame, write_frame
+from auditor.weights_place import WeightsPlace
 
 
 class Worker(Protocol):
@@ -27,14 +28,17 @@ class Worker(Protocol):
         """End it and let go of what it holds, from the thread that asks it."""
 
 
-Hire = Callable[[Path], Worker]
+Hire = Callable[[WeightsPlace], Worker]
 
 
 class ProcessWorker:
-    """A process on this machine, spoken to over pipes. weights_root: where it finds weights."""
+    """A process on this machine, spoken to over pipes. weights: where it finds them.
 
-    def __init__(self, weights_root: Path) -> None:
-        command = [sys.executable, "-m", "auditor.recompute_worker", str(weights_root)]
+    idle: it runs only on cores that nothing else wants, so that a job beside it loses no time, and verdicts come later.
+    """
+
+    def __init__(self, weights: WeightsPlace, idle: bool = False) -> None:
+        command = [sys.executable, "-m", "auditor.recompute_worker", weights.to_json(), *(["idle"] if idle else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def ask(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -58,10 +62,12 @@ class ProcessWorker:
                 continue  # what it still held was for a process that is gone
 
 
-def find(name: str) -> Hire:
-    """`process`, `ray`, or MODULE:NAME of a function that takes the weights root and returns a Worker."""
+def find(name: str, idle: bool = False) -> Hire:
+    """`process`, `ray`, or MODULE:NAME of a function that takes a `WeightsPlace` and returns a Worker."""
     if name == "process":
-        return ProcessWorker
+        return partial(ProcessWorker, idle=True) if idle else ProcessWorker
+    if idle:
+        raise ConfigError(f"recompute_idle is for recompute_pool process, not {name}")
     module, _, attribute = {"ray": "auditor.ray_workers:hire"}.get(name, name).partition(":")
     try:
         hire: Hire = getattr(importlib.import_module(module), attribute)

@@ -25,6 +25,9 @@ class Writer:
 
     on_commit: given the counters that became durable. on_recovery: called at the first commit after a failed one, which
     may have become durable although it failed. capacity: work that may wait before `submit` says no.
+
+    Where the ledger itself fails inside a piece of work, everything of that transaction is undone, and each piece is
+    tried once more alone: what the ledger cannot take must not hold up the rest.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Writer:
         self._on_commit = on_commit
         self._on_recovery = on_recovery
         self._uncertain = False
+        self._trouble = ""
         self._queue: queue.Queue[_Task | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._run, name="ledger-writer")
         self._thread.start()
@@ -55,6 +59,15 @@ class Writer:
             raise LedgerError(f"{self._queue.maxsize} batches wait to be written; try again", "busy") from None
         return cast("Future[T]", future)
 
+    def trouble(self, wait_s: float = 1.0) -> str:
+        """Why the ledger cannot be written; empty where it can. After a failure a small write finds out anew."""
+        if self._trouble:
+            try:
+                self.submit(lambda unit: unit.count("write_probes")).result(wait_s)
+            except (LedgerError, TimeoutError):
+                return self._trouble
+        return self._trouble
+
     def close(self) -> None:
         """Write what waits, then stop."""
         self._queue.put(None)
@@ -74,20 +87,26 @@ class Writer:
             if tasks[-1] is None:
                 return
 
-    def _write(self, group: list[_Task]) -> None:
+    def _write(self, group: list[_Task]) -> bool:
+        """Write a group; whether a transaction could be begun at all."""
         results: list[tuple[_Task, Any, Exception | None]] = []
+        begun = False
         try:
             with self._ledger.transaction() as unit:
+                begun = True
                 for task in group:
                     results.append((task, *self._attempt(unit, task)))
         except LedgerError as error:
             self._uncertain = True
-            for task in group:
-                task.future.set_exception(error)
-            return
+            self._trouble = str(error)
+            if begun and len(group) > 1:
+                self._write_each(group)
+            else:
+                _fail(group, error)
+            return begun
+        self._trouble = ""
         if self._uncertain:
-            self._on_recovery()
-            self._uncertain = False
+            self._uncertain = not self._recovered()
         else:
             self._on_commit(unit.counts)
         for call in unit.after_commit:
@@ -97,10 +116,33 @@ class Writer:
                 task.future.set_result(value)
             else:
                 task.future.set_exception(failure)
+        return True
+
+    def _recovered(self) -> bool:
+        """Whether what is durable could be read again; tried after each commit until it can."""
+        try:
+            self._on_recovery()
+        except LedgerError:
+            return False
+        return True
+
+    def _write_each(self, group: list[_Task]) -> None:
+        """One transaction a piece of work, until none can be begun: then the ledger is away, and not one piece odd."""
+        for at, task in enumerate(group):
+            if not self._write([task]):
+                _fail(group[at + 1 :], LedgerError(self._trouble))
+                return
 
     def _attempt(self, unit: Unit, task: _Task) -> tuple[Any, Exception | None]:
         try:
             with self._ledger.savepoint(unit):
                 return task.work(unit), None
+        except LedgerError:
+            raise  # the database may have undone the whole transaction already, so nothing of it may go on
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future, not to this thread
             return None, error
+
+
+def _fail(group: list[_Task], error: LedgerError) -> None:
+    for task in group:
+        task.future.set_exception(error)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from auditor.causes.evidence import CERTAIN, HINT, Evidence, Suggestion, bits_hit, explained, worth_saying
-from auditor.causes.oracle import Oracle
+from auditor.causes.oracle import Oracle, VersionUnavailable
 from auditor.compare import Logprobs
 from rl_kernel.reference.ops import F32, I32, Bits, Reference
 
@@ -53,7 +53,10 @@ def stale_kv(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     older = sorted((version for version in oracle.versions if version < stated), reverse=True)[:_VERSIONS_TRIED]
     best: tuple[float, str] | None = None
     for version in older:
-        layers, old = _record(oracle, version)
+        try:
+            layers, old = _record(oracle, version)
+        except VersionUnavailable:
+            continue
         for prefix in _prefixes(evidence, oracle, old):
             predicted = _with_prefix(oracle, layers, old, prefix)
             score = explained(found, truth, predicted, active)

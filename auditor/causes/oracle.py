@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from auditor.compare import Logprobs
+from auditor.errors import RecomputeError
 from rl_kernel.contracts import model_contract
+from rl_kernel.errors import ModelError
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Bits, Reference
 
@@ -24,6 +26,10 @@ F64 = npt.NDArray[np.float64]
 
 class OutOfBudget(Exception):
     """The forwards or the seconds that one diagnosis may cost are spent."""
+
+
+class VersionUnavailable(Exception):
+    """A weight version that is listed cannot be opened, as one that is just being published or deleted."""
 
 
 class Oracle:
@@ -43,7 +49,7 @@ class Oracle:
         window: tuple[int, int],
         versions: Sequence[int] = (),
         load: Callable[[int], Decoder] | None = None,
-        budget: int = 96,
+        budget: int = 192,
         seconds: float = math.inf,
     ) -> None:
         self.decoder = decoder
@@ -59,12 +65,11 @@ class Oracle:
         self.rows = np.arange(prompt_len + window[0] - 1, prompt_len + window[1] - 1)
         self.targets = self.tokens[self.rows + 1]
 
-    def hidden(self, decoder: Decoder) -> Bits:
-        """Hidden states of the whole window's sequence, bf16 [T,E]; costs one forward."""
-        if self._budget <= 0 or time.monotonic() > self._deadline:
-            raise OutOfBudget
+    def hidden(self, decoder: Decoder, tokens: npt.NDArray[np.int64] | None = None) -> Bits:
+        """Hidden states of the whole window's sequence (or of other tokens), bf16 [T,E]; costs one forward."""
+        self._check_budget()
         self._budget -= 1
-        return decoder.hidden([self.tokens])
+        return decoder.hidden([self.tokens if tokens is None else tokens])
 
     @cached_property
     def own_hidden(self) -> Bits:
@@ -101,9 +106,17 @@ class Oracle:
         return self.from_logits(self.head(decoder, self.hidden(decoder)[self.rows]))
 
     def version(self, version: int) -> Decoder:
-        """The decoder of another weight version."""
+        """The decoder of another weight version, which may have to be fetched first; VersionUnavailable."""
+        self._check_budget()
         assert self._load is not None, "no versions were given"
-        return self._load(version)
+        try:
+            return self._load(version)
+        except (RecomputeError, ModelError) as error:
+            raise VersionUnavailable(f"weight version {version}: {error}") from error
+
+    def _check_budget(self) -> None:
+        if self._budget <= 0 or time.monotonic() > self._deadline:
+            raise OutOfBudget
 
     def with_positions(self, positions: F64) -> Decoder:
         """The decoder as if token i stood at positions[i], which need not be whole; float64 [N]."""

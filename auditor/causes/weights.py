@@ -1,6 +1,7 @@
 """Other weights than the record names: stale by some versions, or never delivered at all."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from auditor.causes.evidence import (
     explained,
     worth_saying,
 )
-from auditor.causes.oracle import Oracle
+from auditor.causes.oracle import Oracle, VersionUnavailable
 
 _TRIED = 12
 _MORE_THAN_ROUNDING = 0.05
@@ -47,7 +48,10 @@ def stale_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     nearest = sorted(others, key=lambda version: (abs(version - stated), version > stated))[:_TRIED]
     first = min(oracle.versions, default=stated)
     for version in dict.fromkeys([*nearest[:4], *([first] if first != stated else []), *nearest[4:]]):
-        predicted = oracle.logprobs(oracle.version(version))
+        try:
+            predicted = oracle.logprobs(oracle.version(version))
+        except VersionUnavailable:
+            continue
         score = explained(found, truth, predicted, active)
         if worth_saying(score) and (best is None or score > best[0]):
             best = (score, version, bits_hit(found, predicted, active))
@@ -63,3 +67,45 @@ def stale_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
             + (", the first one," if version == first else "")
             + f" where {stated} is stated, {abs(stated - version)} {'behind' if version < stated else 'ahead'}; {hit}",
         )
+
+
+def half_updated_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """Some tensors of the version before, the others of the one that is named: an update that was not whole."""
+    stated, window = evidence.record.weight_version, oracle.window
+    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
+    older = [version for version in sorted(oracle.versions, reverse=True) if version < stated][:2]
+    best: tuple[float, str] | None = None
+    for version in older:
+        try:
+            old = oracle.version(version)
+        except VersionUnavailable:
+            continue
+        for name, is_old in _parts(oracle.decoder.config.layers):
+            weights = {n: (old if is_old(n) else oracle.decoder).weights[n] for n in oracle.decoder.weights}
+            predicted = oracle.logprobs(replace(oracle.decoder, weights=weights))
+            score = explained(found, truth, predicted, active)
+            if worth_saying(score) and (best is None or score > best[0]):
+                hit = bits_hit(found, predicted, active)
+                best = (score, f"the values are those of version {stated} with {name} of version {version}; {hit}")
+            if best is not None and best[0] >= CERTAIN:
+                yield Suggestion("stale_weights", *best)
+                return
+    if best is not None:
+        yield Suggestion("stale_weights", *best)
+
+
+def _parts(layers: int) -> Iterator[tuple[str, Callable[[str], bool]]]:
+    """What an update that stops half-way leaves old: what lies outside the layers, or layers from some point on."""
+
+    def layer_of(name: str) -> int:
+        parts = name.split(".")
+        return int(parts[2]) if parts[1] == "layers" else -1
+
+    yield "the embedding", lambda name: name == "model.embed_tokens.weight"
+    yield "the output layer", lambda name: name == "lm_head.weight"
+    yield "everything outside the layers", lambda name: layer_of(name) < 0
+    yield "all layers", lambda name: layer_of(name) >= 0
+    for cut in dict.fromkeys(max(1, round(layers * share)) for share in (0.5, 0.25, 0.75)):
+        yield f"everything after layer {cut - 1}", lambda name, cut=cut: not 0 <= layer_of(name) < cut  # type: ignore[misc]
+        yield f"layers from {cut} on", lambda name, cut=cut: layer_of(name) >= cut  # type: ignore[misc]
+        yield f"layers before {cut}", lambda name, cut=cut: 0 <= layer_of(name) < cut  # type: ignore[misc]

@@ -1,72 +1,84 @@
-"""The read API: runs, steps, samples, health, metrics. Nothing here writes."""
+"""The read API: runs, steps, samples, capsules, health, metrics. Nothing here writes."""
 
-import hmac
-import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, Path, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 
 from auditor.capsule import freeze, to_bytes
-from auditor.errors import AuditorError, AuthError, LedgerError, NotFoundError
+from auditor.errors import LedgerError
 from auditor.export import views
+from auditor.export.access import Covered, RunId, Unbound, add_access, granted
 from auditor.export.metrics import Metrics
-from auditor.export.page_files import add_page, is_page
+from auditor.export.page_files import add_page
+from auditor.export.problems import add_problems, responses
+from auditor.grants import Grants
 from auditor.judge import Verdict
+from auditor.rates import Rate
 from auditor.records import SampleKey
 from auditor.storage.curve import read_curve
 from auditor.storage.reader import Reader
 
-_STATUS: Final[dict[type[AuditorError], HTTPStatus]] = {
-    NotFoundError: HTTPStatus.NOT_FOUND,
-    AuthError: HTTPStatus.UNAUTHORIZED,
-    LedgerError: HTTPStatus.SERVICE_UNAVAILABLE,
-}
-log = logging.getLogger(__name__)
-_OPEN: Final = ("/healthz", "/readyz")  # and the page's own files, which hold no data
 _MAX_STEP: Final = 2**53
-_PROBLEM: Final = "application/problem+json"
+_RUNS_READ: Final = 1000
+_ERRORS: Final = responses(
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.FORBIDDEN,
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+)
+_NOT_READY: Final = responses(HTTPStatus.SERVICE_UNAVAILABLE)
 
-RunId = Annotated[str, Path(min_length=1, max_length=128)]
 StepNumber = Annotated[int, Path(ge=0, le=_MAX_STEP)]
-Call = Callable[[Request], Awaitable[Response]]
+# Where a page of capsules begins: the step and sample of the last one before it.
+Cursor = Annotated[str, Query(pattern=r"^(\d{1,16}/[^/]{1,128})?$", max_length=145)]
 
 
-def make_api(
-    reader: Reader, metrics: Metrics, token: Callable[[], str | None], version: str, contracts: Mapping[str, str]
-) -> FastAPI:
-    """The application. contracts: digest → name of those that this auditor knows."""
-    problem: dict[int | str, dict[str, Any]] = {
-        status: {"description": HTTPStatus(status).phrase, "model": views.Problem} for status in (401, 404, 422, 503)
-    }
-    app = FastAPI(title="auditor", version=version, responses=problem, redoc_url=None)
-    _add_errors(app)
-    _add_token(app, token)
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the API says of the auditor itself. contracts: digest → name of those that it knows.
+
+    not_ready: why no record can be taken now; empty where one can.
+    """
+
+    version: str
+    contracts: Mapping[str, str]
+    not_ready: Callable[[], str]
+
+
+def make_api(reader: Reader, metrics: Metrics, grants: Grants, reads: Rate, facts: Facts) -> FastAPI:
+    """The application. reads: how many requests a second one caller has."""
+    app = FastAPI(title="auditor", version=facts.version, redoc_url=None)
+    add_problems(app, lambda code: metrics.count_error("http", code))
+    add_access(app, grants, reads)
     _add_runs(app, reader)
     _add_curve(app, reader)
     _add_samples(app, reader)
-    _add_capsule(app, reader)
-    _add_health(app, reader, metrics, version, contracts)
+    _add_capsules(app, reader)
+    _add_health(app, metrics, facts)
     add_page(app)
+    _name_problems(app)
     return app
 
 
 def _add_runs(app: FastAPI, reader: Reader) -> None:
-    @app.get("/api/v1/runs")
-    def runs(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> views.Runs:
-        """The runs, the last active first."""
-        return views.Runs(runs=[views.run_view(row) for row in reader.runs(limit)])
+    @app.get("/api/v1/runs", responses=_ERRORS)
+    def runs(request: Request, limit: Annotated[int, Query(ge=1, le=_RUNS_READ)] = 100) -> views.Runs:
+        """The runs that the token is for, the last active first."""
+        grant = granted(request)
+        rows = reader.runs(limit if grant.covers_all else _RUNS_READ)
+        return views.Runs(runs=[views.run_view(row) for row in rows if grant.covers(row.run_id)][:limit])
 
-    @app.get("/api/v1/runs/{run_id}")
+    @app.get("/api/v1/runs/{run_id}", responses=_ERRORS, dependencies=[Covered])
     def run(run_id: RunId) -> views.Run:
         """One run."""
         return views.run_view(reader.run(run_id))
 
-    @app.get("/api/v1/runs/{run_id}/steps")
+    @app.get("/api/v1/runs/{run_id}/steps", responses=_ERRORS, dependencies=[Covered])
     def steps(
         run_id: RunId,
         first: Annotated[int, Query(ge=0, le=_MAX_STEP)] = 0,
@@ -79,14 +91,14 @@ def _add_runs(app: FastAPI, reader: Reader) -> None:
         following = rows[-1].step + 1 if len(rows) == limit else None
         return views.Steps(steps=[views.step_view(row) for row in rows], next=following)
 
-    @app.get("/api/v1/runs/{run_id}/steps/{step}")
+    @app.get("/api/v1/runs/{run_id}/steps/{step}", responses=_ERRORS, dependencies=[Covered])
     def step(run_id: RunId, step: StepNumber) -> views.Step:
         """One step: counts, verdicts, conditions, causes, statistics."""
         return views.step_view(reader.step(run_id, step))
 
 
 def _add_curve(app: FastAPI, reader: Reader) -> None:
-    @app.get("/api/v1/runs/{run_id}/curve")
+    @app.get("/api/v1/runs/{run_id}/curve", responses=_ERRORS, dependencies=[Covered])
     def curve(
         run_id: RunId,
         first: Annotated[int, Query(ge=0, le=_MAX_STEP)] = 0,
@@ -100,7 +112,7 @@ def _add_curve(app: FastAPI, reader: Reader) -> None:
 
 
 def _add_samples(app: FastAPI, reader: Reader) -> None:
-    @app.get("/api/v1/runs/{run_id}/steps/{step}/samples")
+    @app.get("/api/v1/runs/{run_id}/steps/{step}/samples", responses=_ERRORS, dependencies=[Covered])
     def samples(
         run_id: RunId,
         step: StepNumber,
@@ -113,7 +125,7 @@ def _add_samples(app: FastAPI, reader: Reader) -> None:
         following = rows[-1].key.sample_id if len(rows) == limit else None
         return views.Samples(samples=[views.sample_view(row) for row in rows], next=following)
 
-    @app.get("/api/v1/runs/{run_id}/samples/{step}/{sample_id}")
+    @app.get("/api/v1/runs/{run_id}/samples/{step}/{sample_id}", responses=_ERRORS, dependencies=[Covered])
     def sample(run_id: RunId, step: StepNumber, sample_id: RunId) -> views.SampleDetail:
         """One sample: judgement, tokens, both sides' log-probabilities and bits."""
         key = SampleKey(run_id, step, sample_id)
@@ -123,80 +135,72 @@ def _add_samples(app: FastAPI, reader: Reader) -> None:
         )
 
 
-def _add_capsule(app: FastAPI, reader: Reader) -> None:
-    @app.get("/api/v1/runs/{run_id}/samples/{step}/{sample_id}/capsule", response_class=Response)
+def _add_capsules(app: FastAPI, reader: Reader) -> None:
+    frozen: dict[int | str, dict[str, Any]] = {
+        200: {"description": "A capsule.", "content": {"application/zip": {}}},
+        **_ERRORS,
+    }
+
+    @app.get("/api/v1/runs/{run_id}/capsules", responses=_ERRORS, dependencies=[Covered])
+    def capsules(
+        run_id: RunId, after: Cursor = "", limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    ) -> views.Capsules:
+        """Mismatches that can be frozen: both sides' records are still held. Page by page, by step and sample."""
+        step, _, sample_id = after.partition("/")
+        rows = reader.capsules(run_id, (int(step), sample_id) if after else (0, ""), limit)
+        following = f"{rows[-1].key.step}/{rows[-1].key.sample_id}" if len(rows) == limit else None
+        return views.Capsules(capsules=[views.capsule_view(row) for row in rows], next=following)
+
+    # A sample of any verdict can be frozen; the second name is the one that a list of samples leads to.
+    @app.get("/api/v1/runs/{run_id}/capsules/{step}/{sample_id}", responses=frozen, dependencies=[Covered],
+             response_class=Response)  # fmt: skip
+    @app.get("/api/v1/runs/{run_id}/samples/{step}/{sample_id}/capsule", responses=frozen, dependencies=[Covered],
+             response_class=Response)  # fmt: skip
     def capsule(run_id: RunId, step: StepNumber, sample_id: RunId) -> Response:
         """One sample frozen in a file, for `python -m auditor.replay`."""
         content = to_bytes(freeze(reader, SampleKey(run_id, step, sample_id)))
         return Response(content, media_type="application/zip")
 
 
-def _add_health(app: FastAPI, reader: Reader, metrics: Metrics, version: str, contracts: Mapping[str, str]) -> None:
-    @app.get("/healthz", response_class=Response)
+def _add_health(app: FastAPI, metrics: Metrics, facts: Facts) -> None:
+    text: dict[int | str, dict[str, Any]] = {200: {"description": "Well.", "content": {"text/plain": {}}}}
+
+    @app.get("/healthz", responses=text, response_class=Response)
     def healthz() -> Response:
         """The process answers."""
         return Response("ok\n", media_type="text/plain")
 
-    @app.get("/readyz", response_class=Response)
+    @app.get("/readyz", responses={**text, **_NOT_READY}, response_class=Response)
     def readyz() -> Response:
-        """The ledger answers too."""
-        if not reader.ready():
-            raise LedgerError("the ledger does not answer")
+        """The ledger can be read and written; where not, the problem says why."""
+        reason = facts.not_ready()
+        if reason:
+            raise LedgerError(reason)
         return Response("ok\n", media_type="text/plain")
 
-    @app.get("/version")
+    @app.get("/version", responses=_ERRORS)
     def version_() -> views.Version:
         """The program's version and the contracts that it can hold somebody to."""
-        return views.Version(
-            version=version, contracts=sorted(f"{digest} {name}" for digest, name in contracts.items())
-        )
+        names = sorted(f"{digest} {name}" for digest, name in facts.contracts.items())
+        return views.Version(version=facts.version, contracts=names)
 
-    @app.get("/metrics", response_class=Response)
+    @app.get("/metrics", responses={**text, **_ERRORS}, response_class=Response, dependencies=[Unbound])
     def metrics_() -> Response:
         """For Prometheus."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_token(app: FastAPI, token: Callable[[], str | None]) -> None:
-    @app.middleware("http")
-    async def check(request: Request, call: Call) -> Response:
-        expected = token()
-        given = request.headers.get("authorization", "").encode()
-        if (
-            expected is None
-            or request.url.path in _OPEN
-            or is_page(request.url.path)
-            or hmac.compare_digest(given, f"Bearer {expected}".encode())
-        ):
-            return await call(request)
-        return _problem(HTTPStatus.UNAUTHORIZED, "unauthenticated", "send the header `Authorization: Bearer TOKEN`")
+def _name_problems(app: FastAPI) -> None:
+    """Put the shape of a problem into the schema, which FastAPI does for JSON answers only."""
+    made = app.openapi
 
+    def openapi() -> dict[str, Any]:
+        schema = made()
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        schemas["Problem"] = views.Problem.model_json_schema()
+        # Validation errors are problems too; FastAPI's own shapes for them are never sent.
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        return schema
 
-def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(AuditorError)
-    def known(_: Request, error: Exception) -> Response:
-        assert isinstance(error, AuditorError)
-        status = next((s for kind, s in _STATUS.items() if isinstance(error, kind)), HTTPStatus.INTERNAL_SERVER_ERROR)
-        return _problem(status, error.code, str(error))
-
-    @app.exception_handler(RequestValidationError)
-    def invalid(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        detail = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        return _problem(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid_request", detail)
-
-    @app.exception_handler(Exception)
-    def unexpected(_: Request, error: Exception) -> Response:
-        log.error("a request failed", exc_info=error)
-        return _problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", "the auditor failed on this; its log says how")
-
-    @app.exception_handler(HTTPException)
-    def http(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return _problem(HTTPStatus(error.status_code), "http", str(error.detail))
-
-
-def _problem(status: HTTPStatus, code: str, detail: str) -> JSONResponse:
-    body = views.Problem(type="about:blank", title=status.phrase, status=status.value, detail=detail, code=code)
-    headers = {"WWW-Authenticate": "Bearer"} if status is HTTPStatus.UNAUTHORIZED else None
-    return JSONResponse(body.model_dump(), status.value, headers, _PROBLEM)
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import Counter as LiveCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -42,6 +43,7 @@ class Live:
     recompute_queue: Callable[[], int]
     recompute_lag: Callable[[], float]
     ledger_bytes: Callable[[], int]
+    clock_jumped: Callable[[], float]
 
 
 class AuditCollector(Collector):
@@ -62,6 +64,11 @@ class AuditCollector(Collector):
             ("recompute_queue_samples", "Samples that wait for the reference.", self._live.recompute_queue),
             ("recompute_lag_seconds", "Longest wait in the reference's queue.", self._live.recompute_lag),
             ("ledger_bytes", "Size of the ledger.", self._live.ledger_bytes),
+            (
+                "clock_jumped_seconds",
+                "How far the machine's clock was set since the start; no record's age follows it.",
+                self._live.clock_jumped,
+            ),
         ):
             yield GaugeMetricFamily(f"auditor_{name}", help_text, value=read())
 
@@ -86,6 +93,17 @@ class Metrics:
             registry=self.registry,
             buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
         )
+
+        self._errors = LiveCounter(
+            "auditor_errors",
+            "Calls, requests and work in the background that failed since the start, by part and code.",
+            ["part", "code"],
+            registry=self.registry,
+        )
+
+    def count_error(self, part: str, code: str) -> None:
+        """Count a failure. part: grpc, http or retention."""
+        self._errors.labels(part, code).inc()
 
     def text(self) -> bytes:
         """The exposition that a scrape gets."""

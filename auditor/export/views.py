@@ -126,6 +126,30 @@ class Samples(BaseModel):
     next: str | None
 
 
+class Capsule(BaseModel):
+    """A mismatch that can be frozen; the file itself is at /capsules/{step}/{sample_id}. Fields as in a judgement."""
+
+    run_id: str
+    step: int
+    sample_id: str
+    side: str
+    cause: str
+    evidence: str
+    compared: int
+    differing: int
+    first_index: int | None
+    max_abs: float
+    max_ulp: int
+    weight_version: int
+
+
+class Capsules(BaseModel):
+    """Capsules by step and sample; next: the `after` that goes on from here, None at the end."""
+
+    capsules: list[Capsule]
+    next: str | None
+
+
 class SideView(BaseModel):
     """What one side reported. bits: the log-probabilities' bit patterns in hex; logprobs: None where not finite."""
 
@@ -237,6 +261,23 @@ def point_view(point: curve.CurvePoint) -> CurvePoint:
 def sample_view(row: SampleRow) -> Sample:
     """A sample as a list shows it."""
     return Sample(**row.key._asdict(), judgement=row.judgement.to_json())
+
+
+def capsule_view(row: SampleRow) -> Capsule:
+    """A mismatch as the list of capsules shows it. evidence: of the likeliest cause."""
+    judgement = row.judgement
+    return Capsule(
+        **row.key._asdict(),
+        side=judgement.side.value,
+        cause=judgement.cause,
+        evidence=str(judgement.causes[0]["evidence"]) if judgement.causes else "",
+        compared=judgement.compared,
+        differing=max(judgement.differing, judgement.reference_differing),
+        first_index=judgement.first_index,
+        max_abs=judgement.max_abs,
+        max_ulp=judgement.max_ulp,
+        weight_version=judgement.weight_version,
+    )
 
 
 def detail_view(

@@ -1,13 +1,14 @@
 """The gRPC service: one call, one durable batch, one receipt a record."""
 
-import hmac
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import grpc
 
-from auditor.errors import AuthError, ConfigError
+from auditor.errors import ConfigError
+from auditor.grants import Grant
+from auditor.ingest.admission import Admission
 from auditor.ingest.limits import Limits, admit_batch
 from auditor.ingest.status import translated
 from auditor.pipeline import Incoming, Receipt, Refused
@@ -22,47 +23,44 @@ _OUTCOMES: Final = {
 _THREADS = 16
 
 Accept = Callable[[Sequence[Incoming | Refused]], list[Receipt]]
-Token = Callable[[], str | None]
 
 
 class AuditService(AuditServiceServicer):
-    """accept: makes a batch durable and returns its receipts. token: the bearer token in force, None for none."""
+    """accept: makes a batch durable and returns its receipts. on_error: told the code of each call that fails."""
 
-    def __init__(self, accept: Accept, limits: Limits, token: Token) -> None:
+    def __init__(
+        self, accept: Accept, limits: Limits, admission: Admission, on_error: Callable[[str], None] = lambda code: None
+    ) -> None:
         self._accept = accept
         self._limits = limits
-        self._token = token
+        self._admission = admission
+        self._on_error = on_error
 
     def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.SubmitResponse:
         """Take one batch."""
-        with translated(context):
-            self._authenticate(context)
-            return pb.SubmitResponse(receipts=self._take(request.batch))
+        with translated(context, self._on_error):
+            return pb.SubmitResponse(receipts=self._take(request.batch, self._grant(context)))
         raise AssertionError("abort does not return")
 
     def SubmitStream(
         self, request_iterator: Iterator[pb.SubmitStreamRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.SubmitStreamResponse]:
         """Take batches for as long as they come."""
-        with translated(context):
-            self._authenticate(context)
+        with translated(context, self._on_error):
             for request in request_iterator:
-                yield pb.SubmitStreamResponse(receipts=self._take(request.batch))
+                # Asked anew for each batch: a token that was withdrawn ends the stream too.
+                yield pb.SubmitStreamResponse(receipts=self._take(request.batch, self._grant(context)))
 
-    def _take(self, batch: pb.Batch) -> pb.Receipts:
+    def _take(self, batch: pb.Batch, grant: Grant) -> pb.Receipts:
+        self._admission.admit(batch, grant)
         receipts = self._accept(admit_batch(batch, self._limits))
         return pb.Receipts(
             batch_id=batch.batch_id,
             receipts=[pb.Receipt(outcome=_OUTCOMES[r.outcome], code=r.code, detail=r.detail) for r in receipts],
         )
 
-    def _authenticate(self, context: grpc.ServicerContext) -> None:
-        token = self._token()
-        if token is None:
-            return
-        given = dict(context.invocation_metadata()).get("authorization", "")
-        if isinstance(given, bytes) or not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise AuthError("the call carries no valid token; send metadata `authorization: Bearer TOKEN`")
+    def _grant(self, context: grpc.ServicerContext) -> Grant:
+        return self._admission.authenticate(dict(context.invocation_metadata()).get("authorization", ""))
 
 
 def start_server(

@@ -17,7 +17,7 @@ from auditor.errors import ConflictError, LedgerError
 from auditor.judge import Judgement, Verdict
 from auditor.records import SampleKey, Side
 from auditor.storage.chain import GENESIS, digest, link
-from auditor.storage.database import Database, Row, migrate
+from auditor.storage.database import Database, migrate
 from auditor.storage.rows import Totals
 
 Counter = tuple[str, tuple[tuple[str, str], ...]]
@@ -106,16 +106,6 @@ class Unit:
         payload = logprobs.astype("<f4").tobytes()
         self._database.run("INSERT INTO reference_logprobs VALUES (?, ?, ?, ?)", (*key, payload))
 
-    def evidence_before(self, before: float, limit: int) -> list[Row]:
-        """seq, run, step, sample, side, digest, payload, received_at of settled samples' records, the oldest first."""
-        return self._database.all(
-            "SELECT r.seq, r.run_id, r.step, r.sample_id, r.side, r.digest, r.payload, r.received_at FROM records r"
-            " JOIN samples s ON s.run_id = r.run_id AND s.step = r.step AND s.sample_id = r.sample_id"
-            " WHERE r.received_at < ? AND r.payload IS NOT NULL AND s.verdict <> 'pending' AND s.reference <> 'queued'"
-            " ORDER BY r.received_at, r.seq LIMIT ?",
-            (before, limit),
-        )
-
     def drop_evidence(self, seqs: Sequence[int], keys: Collection[SampleKey]) -> None:
         """Forget the content of records and the reference's values of their samples."""
         self._database.many("UPDATE records SET payload = NULL WHERE seq = ?", [(seq,) for seq in seqs])
@@ -167,7 +157,7 @@ class Unit:
 class Ledger:
     """Owns the writing connection. Used from one thread at a time.
 
-    clock: Unix seconds, for `received_at`; nothing is decided by it, so a clock that jumps does no harm.
+    clock: Unix seconds, for `received_at`, by which evidence is retired; `auditor.clock` gives one that does not jump.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
@@ -194,11 +184,13 @@ class Ledger:
 
     @contextmanager
     def savepoint(self, unit: Unit) -> Iterator[None]:
-        """Inside a transaction: undo only the block where it raises."""
+        """Inside a transaction: undo only the block where it raises. After a LedgerError nothing of it can go on."""
         tail, counts, after = unit.tail, dict(unit.counts), list(unit.after_commit)
         self._database.run("SAVEPOINT part")
         try:
             yield
+        except LedgerError:
+            raise
         except Exception:
             self._database.run("ROLLBACK TO part")
             self._database.run("RELEASE part")

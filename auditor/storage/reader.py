@@ -130,6 +130,43 @@ class Reader:
         for *key, verdict in rows:
             yield SampleKey(*key), verdict == Verdict.MISMATCH.value
 
+    def newest(self) -> float | None:
+        """Unix seconds of the last record of all runs, by the clock that stamped it; None where there is none."""
+        newest: float | None = self.database.all("SELECT max(last_at) FROM sides")[0][0]
+        return newest
+
+    def first_held_since(self, since: float) -> int | None:
+        """The first entry of the chain whose record is still held and came at `since` or later."""
+        rows = self.database.all(
+            "SELECT seq FROM records WHERE payload IS NOT NULL AND received_at >= ? ORDER BY seq LIMIT 1", (since,)
+        )
+        return int(rows[0][0]) if rows else None
+
+    def evidence_until(self, until: int, limit: int) -> list[Row]:
+        """seq, run, step, sample, side, digest, payload, received_at of settled samples' records before entry `until`.
+
+        In the order of the chain.
+        """
+        return self.database.all(
+            "SELECT r.seq, r.run_id, r.step, r.sample_id, r.side, r.digest, r.payload, r.received_at FROM records r"
+            " JOIN samples s ON s.run_id = r.run_id AND s.step = r.step AND s.sample_id = r.sample_id"
+            " WHERE r.seq < ? AND r.payload IS NOT NULL AND s.verdict <> 'pending' AND s.reference <> 'queued'"
+            " ORDER BY r.seq LIMIT ?",
+            (until, limit),
+        )
+
+    def capsules(self, run_id: str, after: tuple[int, str], limit: int) -> list[SampleRow]:
+        """Mismatching samples whose two records are still held, ascending from the one after (step, sample)."""
+        self.run(run_id)
+        rows = self.database.all(
+            "SELECT s.run_id, s.step, s.sample_id, s.body FROM samples s WHERE s.run_id = ? AND s.verdict = ?"
+            " AND s.step >= ? AND (s.step > ? OR s.sample_id > ?) AND 2 = (SELECT count(*) FROM records r WHERE"
+            " r.run_id = s.run_id AND r.step = s.step AND r.sample_id = s.sample_id AND r.payload IS NOT NULL)"
+            " ORDER BY s.step, s.sample_id LIMIT ?",
+            (run_id, Verdict.MISMATCH.value, after[0], *after, limit),
+        )
+        return [_sample(row) for row in rows]
+
     def size_bytes(self) -> int:
         """Bytes on disk."""
         return self.database.size_bytes()

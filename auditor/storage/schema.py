@@ -40,5 +40,7 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
             name TEXT NOT NULL, labels TEXT NOT NULL, value {real} NOT NULL, PRIMARY KEY (name, labels))""",
     ),
     ("CREATE INDEX records_held ON records (received_at) WHERE payload IS NOT NULL",),
+    # Evidence is retired in the order of the chain: a clock that was wrong for a while cannot make a record old.
+    ("DROP INDEX records_held", "CREATE INDEX records_held_in_order ON records (seq) WHERE payload IS NOT NULL"),
 )
 VERSION: Final = len(MIGRATIONS)

@@ -1,6 +1,7 @@
-// Routes: #/  #/run/R  #/run/R/step/N  #/run/R/sample/N/S. Each view returns what `main` holds.
+// Routes: #/  #/run/R  #/run/R/capsules  #/run/R/step/N  #/run/R/sample/N/S. Each view returns what `main` holds.
 
 import { ApiError, setToken } from "./api.js";
+import { capsulesView } from "./capsules.js";
 import { h } from "./dom.js";
 import { runView } from "./run.js";
 import { runsView } from "./runs.js";
@@ -14,6 +15,7 @@ let current = 0;
 const ROUTES = [
   [/^$/, () => ({ view: runsView, trail: [] })],
   [/^run\/([^/]+)$/, (run) => ({ view: runView, trail: [run] })],
+  [/^run\/([^/]+)\/capsules$/, (run) => ({ view: capsulesView, trail: [run, "capsules"] })],
   [/^run\/([^/]+)\/step\/(\d+)$/, (run, step) => ({ view: stepView, trail: [run, ["step", step]] })],
   [/^run\/([^/]+)\/sample\/(\d+)\/([^/]+)$/, (run, step, sample) => ({ view: sampleView, trail: [run, ["step", step], ["sample", sample]] })],
 ];
@@ -35,7 +37,7 @@ function crumbs(trail) {
   trail.forEach((part, index) => {
     const text = Array.isArray(part) ? part.join(" ") : part;
     const run = `#/run/${encodeURIComponent(trail[0])}`;
-    const href = index === 0 ? run : index === 1 ? `${run}/step/${trail[1][1]}` : location.hash;
+    const href = index === 0 ? run : index === 1 && Array.isArray(part) ? `${run}/step/${part[1]}` : location.hash;
     items.push(h("a", { href }, text));
   });
   items.at(-1).setAttribute("aria-current", "page");

@@ -1,6 +1,7 @@
 // One run: its two curves, what was found and why, what was covered, and its steps.
 
 import { get, runPath } from "./api.js";
+import { firstCapsules } from "./capsules.js";
 import { chart } from "./chart.js";
 import { counts, difference, h, percent, table, time, whole } from "./dom.js";
 import { finding } from "./runs.js";
@@ -12,16 +13,18 @@ export async function runView({ parts: [id], query, refresh }) {
   const mismatching = query.get("only") === "mismatching";
   const first = Number(query.get("first") || 0);
   const range = query.get("last") ? { first, last: Number(query.get("last")) } : { first };
-  const [run, curve, steps] = await Promise.all([
+  const [run, curve, steps, capsules] = await Promise.all([
     get(runPath(id)),
     get(`${runPath(id)}/curve`, { points: 400 }),
     get(`${runPath(id)}/steps`, { ...range, mismatching, limit: PAGE }),
+    firstCapsules(id),
   ]);
   follow(run, refresh);
   return [
     h("h1", {}, `Run ${id}`),
     h("p", {}, finding(run), ` · ${whole(run.samples)} samples in ${whole(run.steps)} steps · first record ${time(run.first_at)}, last ${time(run.last_at)}`),
     ...curves(id, curve.points),
+    ...capsules,
     h("div", { class: "columns" }, verdicts(run), statistics(run)),
     ...stepList(id, steps, first, mismatching),
   ];
@@ -32,7 +35,7 @@ function follow(run, refresh) {
   if (Date.now() / 1000 - run.last_at > 600) return;
   setTimeout(async () => {
     const busy = document.hidden || document.activeElement !== document.getElementById("main");
-    if (busy || !location.hash.includes(encodeURIComponent(run.run_id)) || location.hash.includes("/step/")) return;
+    if (busy || !location.hash.includes(encodeURIComponent(run.run_id)) || /^#\/run\/[^/]+\//.test(location.hash)) return;
     refresh();
   }, REFRESH_SECONDS * 1000);
 }
@@ -82,11 +85,11 @@ export function statistics(totals) {
 function coverage(totals) {
   const done = totals.by_reference.done || 0;
   const compared = (totals.by_verdict.match || 0) + (totals.by_verdict.mismatch || 0);
-  const missed = Object.entries(totals.detection?.missed ?? {});
+  const missed = Object.entries(totals.detection?.missed ?? {}).sort((a, b) => a[0] - b[0]);
   return [
     h("p", {}, `Compared: ${whole(totals.compared_tokens)} tokens, every pair. Recomputed by the reference: ${whole(totals.recomputed_tokens)} tokens in ${whole(done)} of ${whole(compared)} samples (${percent(done, compared)}).`),
     table("A fault that both sides share is missed", [
-      ["if it is on", (row) => `1 in ${whole(Math.round(1 / row[0]))} samples`], ["with probability", (row) => difference(row[1]), true],
+      ["if it is on", (row) => (row[0] === "1" ? "every sample" : `1 in ${whole(Math.round(1 / row[0]))} samples`)], ["with probability", (row) => difference(row[1]), true],
     ], missed, "nothing was compared"),
     totals.weight_versions ? h("p", {}, `Weight versions ${totals.weight_versions[0]} to ${totals.weight_versions[1]}.`) : null,
   ];

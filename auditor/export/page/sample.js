@@ -1,6 +1,7 @@
 // One sample: the judgement, its tokens coloured by |Δ|, and the three log-probabilities of each with their bits.
 
-import { get, runPath, save } from "./api.js";
+import { get, runPath } from "./api.js";
+import { saveButton } from "./capsules.js";
 import { difference, h, table, whole } from "./dom.js";
 import { verdictOf } from "./step.js";
 
@@ -39,11 +40,8 @@ function explanation(judgement) {
 /** A sample with both sides can be frozen, to be run again layer by layer. */
 function capsule(id, step, name, sample) {
   if (!sample.rollout || !sample.trainer) return null;
-  const said = h("span", { role: "status", "aria-live": "polite" });
-  const path = `${runPath(id)}/samples/${step}/${encodeURIComponent(name)}/capsule`;
-  const freeze = () => save(path, `${id}-${step}-${name}.capsule`).catch((error) => { said.textContent = error.message; });
-  return h("p", { class: "row" }, h("button", { type: "button", onclick: freeze }, "Save as a capsule"),
-    h("span", { class: "quiet" }, "for ", h("code", {}, "python -m auditor.replay")), said);
+  return h("p", { class: "row" }, saveButton(id, step, name, "Save as a capsule"),
+    h("span", { class: "quiet" }, "for ", h("code", {}, "python -m auditor.replay")));
 }
 
 function causes(found) {

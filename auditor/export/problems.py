@@ -1,0 +1,73 @@
+"""Errors over HTTP: RFC 9457 problem documents, each with a stable code, each counted."""
+
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from auditor.errors import AuditorError, AuthError, ForbiddenError, LedgerError, NotFoundError, RateError
+from auditor.export.views import Problem
+
+log = logging.getLogger(__name__)
+_TYPE: Final = "application/problem+json"
+# The most derived class that fits decides.
+_STATUS: Final[dict[type[AuditorError], HTTPStatus]] = {
+    NotFoundError: HTTPStatus.NOT_FOUND,
+    ForbiddenError: HTTPStatus.FORBIDDEN,
+    AuthError: HTTPStatus.UNAUTHORIZED,
+    RateError: HTTPStatus.TOO_MANY_REQUESTS,
+    LedgerError: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+
+def responses(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI says of these errors."""
+    schema = {"$ref": "#/components/schemas/Problem"}
+    return {int(s): {"description": s.phrase, "content": {_TYPE: {"schema": schema}}} for s in statuses}
+
+
+def add_problems(app: FastAPI, on_error: Callable[[str], None]) -> None:
+    """Answer every error with a problem document. on_error: told the code."""
+    app.state.on_error = on_error
+
+    @app.exception_handler(AuditorError)
+    def known(request: Request, error: Exception) -> Response:
+        assert isinstance(error, AuditorError)
+        return problem_of(request, error)
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        detail = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        return _problem(request, HTTPStatus.UNPROCESSABLE_ENTITY, "invalid_request", detail)
+
+    @app.exception_handler(Exception)
+    def unexpected(request: Request, error: Exception) -> Response:
+        log.error("a request failed", exc_info=error)
+        detail = "the auditor failed on this; its log says how"
+        return _problem(request, HTTPStatus.INTERNAL_SERVER_ERROR, AuditorError.code, detail)
+
+    @app.exception_handler(HTTPException)
+    def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        answer = _problem(request, HTTPStatus(error.status_code), "http", str(error.detail))
+        answer.headers.update(error.headers or {})
+        return answer
+
+
+def problem_of(request: Request, error: AuditorError) -> Response:
+    """The document for an error of ours."""
+    status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
+    return _problem(request, status, error.code, str(error))
+
+
+def _problem(request: Request, status: HTTPStatus, code: str, detail: str) -> JSONResponse:
+    request.app.state.on_error(code)
+    body = Problem(type="about:blank", title=status.phrase, status=status.value, detail=detail, code=code)
+    headers = {"WWW-Authenticate": "Bearer"} if status is HTTPStatus.UNAUTHORIZED else None
+    return JSONResponse(body.model_dump(), status.value, headers, _TYPE)
