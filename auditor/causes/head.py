@@ -21,13 +21,23 @@ def low_precision_head(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestio
     """The reference with logits rounded to bf16 or fp16 gives what the side reports."""
     window = oracle.window
     found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    for name, rounded in (("bf16", _to_bf16), ("fp16", _to_fp16)):
-        predicted = oracle.from_logits(rounded(oracle.own_logits))
+    for name, logits in _rounded(oracle):
+        predicted = oracle.from_logits(logits)
         score = explained(found, truth, predicted, active)
         if worth_saying(score):
             hit = bits_hit(found, predicted, active)
-            yield Suggestion("bf16_head", score, f"the values are those of logits rounded to {name}; {hit}")
+            yield Suggestion("bf16_head", score, f"the values are those of logits {name}; {hit}")
             return
+
+
+def _rounded(oracle: Oracle) -> Iterator[tuple[str, F32]]:
+    """Logits rounded as they are, and once more after the division by the temperature."""
+    heat = np.float32(oracle.temperature)
+    for name, rounded in (("bf16", _to_bf16), ("fp16", _to_fp16)):
+        once = rounded(oracle.own_logits)
+        yield f"rounded to {name}", once
+        if heat != 1.0:
+            yield f"divided by the temperature in {name}", rounded((once / heat).astype(np.float32)) * heat
 
 
 def _to_bf16(x: F32) -> F32:

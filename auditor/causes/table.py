@@ -3,20 +3,24 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
+from auditor.causes.context import cut_in_front
 from auditor.causes.context_parallel import slice_edges
 from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
 from auditor.causes.filler import filler
 from auditor.causes.head import low_precision_head, low_precision_values
 from auditor.causes.kv import boundary, stale_kv
-from auditor.causes.misalignment import shifted_values, wrong_row
+from auditor.causes.logits import logit_processor
+from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
 from auditor.causes.nonfinite import nonfinite
 from auditor.causes.oracle import Oracle, OutOfBudget
 from auditor.causes.reduction import flat_last_bits, split_sums
 from auditor.causes.rope import grows_with_position, rope
 from auditor.causes.routing import other_experts
 from auditor.causes.temperature import temperature
+from auditor.causes.transform import unrelated_values, value_transform
 from auditor.causes.truncation import truncation
-from auditor.causes.weights import other_weights, stale_weights
+from auditor.causes.variants import other_model
+from auditor.causes.weights import half_updated_weights, other_weights, stale_weights
 
 Read = Callable[[Evidence], Iterator[Suggestion]]
 Compute = Callable[[Evidence, Oracle], Iterator[Suggestion]]
@@ -26,6 +30,9 @@ READ: Final[tuple[Read, ...]] = (
     filler,
     nonfinite,
     shifted_values,
+    shifted_from_a_point,
+    value_transform,
+    unrelated_values,
     low_precision_values,
     other_experts,
     slice_edges,
@@ -39,10 +46,14 @@ COMPUTED: Final[tuple[Compute, ...]] = (
     low_precision_head,
     temperature,
     truncation,
+    logit_processor,
     wrong_row,
     stale_weights,
     split_sums,
     stale_kv,
+    half_updated_weights,
+    other_model,
+    cut_in_front,
     rope,
 )
 

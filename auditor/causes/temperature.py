@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from auditor.causes.evidence import Evidence, Suggestion, bits_hit, explained, worth_saying
+from auditor.causes.fit import best_fit
 from auditor.causes.oracle import F64, Oracle
 
 _ROWS = 32
@@ -37,7 +38,7 @@ def temperature(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 
 
 def _fit(oracle: Oracle, found: np.ndarray, active: np.ndarray) -> float:
-    """Golden-section search, in log T, for the smallest mean error on a few rows."""
+    """The temperature of the smallest mean error on a few rows."""
     usable = np.flatnonzero(active & np.isfinite(found))[:_ROWS]
     if usable.size == 0:
         return oracle.temperature
@@ -45,21 +46,10 @@ def _fit(oracle: Oracle, found: np.ndarray, active: np.ndarray) -> float:
     chosen = oracle.own_logits[usable, oracle.targets[usable]].astype(np.float64)
     wanted = found[usable].astype(np.float64)
 
-    def error(log_t: float) -> float:
-        t = np.exp(log_t)
+    def error(t: float) -> float:
         z = logits / t
         top = z.max(axis=1)
         lse = top + np.log(np.exp(z - top[:, None]).sum(axis=1))
         return float(np.abs(chosen / t - lse - wanted).mean())
 
-    grid = np.linspace(np.log(_LOWEST), np.log(_HIGHEST), 25)
-    at = int(np.argmin([error(x) for x in grid]))
-    low, high = grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)]
-    shrink = (np.sqrt(5.0) - 1.0) / 2.0
-    for _ in range(24):
-        left, right = high - shrink * (high - low), low + shrink * (high - low)
-        if error(left) < error(right):
-            high = right
-        else:
-            low = left
-    return float(np.exp((low + high) / 2.0))
+    return best_fit(error, _LOWEST, _HIGHEST)

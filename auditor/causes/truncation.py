@@ -31,6 +31,8 @@ def truncation(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     if fits.mean() < 0.9:
         return
     name = _filter(descending[fits], mass[fits], kept[fits])
+    if not name and _is_sharp(mass[fits], kept[fits]):
+        name = "some filter, or several at once"
     if name:
         yield Suggestion(
             "truncated_sampling",
@@ -54,6 +56,13 @@ def _count(mass: F64, wanted: float) -> int:
     at = int(np.searchsorted(mass, wanted))
     candidates = [k for k in (at - 1, at) if 0 <= k < len(mass)]
     return min(candidates, key=lambda k: abs(mass[k] - wanted)) + 1
+
+
+def _is_sharp(mass: F64, kept: np.ndarray) -> bool:
+    """Whether one token more or less would not have fitted: among many small masses some sum always does."""
+    rows = np.arange(len(kept))
+    one_more = mass[rows, np.minimum(kept, mass.shape[1] - 1)]
+    return bool(np.median(np.log(one_more) - np.log(mass[rows, kept - 1])) > 10 * _TOLERANCE)
 
 
 def _filter(descending: F64, mass: F64, kept: np.ndarray) -> str:

@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from auditor.faults.matrix import flagged_clean, outcomes, table
+from auditor.faults.matrix import flagged_clean, outcomes, outcomes_of, table
+from auditor.faults.strangers import FIRST, SECOND
 from auditor.faults.world import World
 
 
@@ -20,11 +21,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--clean", type=int, default=1000, help="sound samples to judge (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
     parser.add_argument("--evidence", action="store_true", help="print every suggestion with its evidence")
+    parser.add_argument("--strangers", action="store_true", help="the faults that no cause was written for, instead")
     given = parser.parse_args(arguments)
     started = time.monotonic()
     world = World(given.model, given.seed)
     found = []
-    for outcome in outcomes(world, given.each):
+    broken = outcomes_of((*FIRST, *SECOND), world, given.each) if given.strangers else outcomes(world, given.each)
+    for outcome in broken:
         found.append(outcome)
         if given.evidence:
             for cause, score, evidence in outcome.causes:

@@ -1,7 +1,7 @@
 """Run every fault through the auditor's own judgement and diagnosis, and count what it says."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from auditor.causes.inputs import cause_of_failure
@@ -44,8 +44,21 @@ class Outcome:
 
 
 def outcomes(world: World, each: int) -> Iterator[Outcome]:
-    """Every fault `each` times, on a side drawn at random."""
-    for fault in FAULTS:
+    """Every fault of the suite `each` times, on a side drawn at random."""
+    yield from outcomes_of(FAULTS, world, each)
+    for sample in world.draw(each, PROMPT, RESPONSE):
+        side = world.random.choice(["rollout", "trainer"])
+        pair = routed(world, sample, world.records(sample), side)
+        yield _judged(world, sample, "other experts", frozenset({"routing"}), side, pair)
+    for declared in DECLARED:
+        for sample in world.draw(each, PROMPT, RESPONSE):
+            pair = declared.bend(world, world.records(sample))
+            yield _declared(declared.name, declared.causes, pair)
+
+
+def outcomes_of(faults: Sequence[Fault], world: World, each: int) -> Iterator[Outcome]:
+    """Each of these faults `each` times, on a side drawn at random."""
+    for fault in faults:
         for sample, wrong in _broken(world, fault, each):
             side = world.random.choice(["rollout", "trainer"])
             rollout, trainer = world.records(sample)
@@ -55,14 +68,6 @@ def outcomes(world: World, each: int) -> Iterator[Outcome]:
                 else (rollout, replace(trainer, logprobs=wrong))
             )
             yield _judged(world, sample, fault.name, fault.causes, side, pair)
-    for sample in world.draw(each, PROMPT, RESPONSE):
-        side = world.random.choice(["rollout", "trainer"])
-        pair = routed(world, sample, world.records(sample), side)
-        yield _judged(world, sample, "other experts", frozenset({"routing"}), side, pair)
-    for declared in DECLARED:
-        for sample in world.draw(each, PROMPT, RESPONSE):
-            pair = declared.bend(world, world.records(sample))
-            yield _declared(declared.name, declared.causes, pair)
 
 
 def _broken(world: World, fault: Fault, count: int) -> Iterator[tuple[Drawn, Logprobs]]:

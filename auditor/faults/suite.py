@@ -46,42 +46,44 @@ def _at_temperature(of_stated: Callable[[float], float]) -> Break:
     return lambda world, s: world.logprobs(world.decoder(s.version), s, of_stated(s.temperature))
 
 
-def _logits(world: World, s: Drawn, shift: int = 0) -> np.ndarray:
+def logits_of(world: World, s: Drawn, shift: int = 0) -> np.ndarray:
     """fp32 [R,V]: the rows that the response's values are read from, moved by `shift`."""
     decoder = world.decoder(s.version)
     rows = np.clip(np.arange(s.prompt - 1, len(s.tokens) - 1) + shift, 0, len(s.tokens) - 1)
-    return decoder.reference.gemm_fp32(decoder.hidden([s.tokens])[rows], _head(decoder))
+    return decoder.reference.gemm_fp32(decoder.hidden([s.tokens])[rows], head_of(decoder))
 
 
-def _head(decoder: Decoder) -> np.ndarray:
+def head_of(decoder: Decoder) -> np.ndarray:
+    """The weights of the output layer, bf16 [V,E]."""
     return decoder.weights["model.embed_tokens.weight" if decoder.config.tied else "lm_head.weight"]
 
 
-def _read(world: World, s: Drawn, logits: np.ndarray, targets: np.ndarray | None = None) -> Logprobs:
+def read_off(world: World, s: Drawn, logits: np.ndarray, targets: np.ndarray | None = None) -> Logprobs:
+    """Log-probabilities float32 [R] of the response (or of `targets`) in logits [R,V]."""
     decoder = world.decoder(s.version)
     ids = s.tokens[s.prompt :] if targets is None else targets
     heat = np.full(len(logits), s.temperature, np.float32)
     return decoder.reference.logp_from_logits(logits, ids[:, None], heat, vocab=decoder.config.vocab)[0][:, 0]
 
 
-def _filtered(keep: Callable[[np.ndarray], np.ndarray]) -> Break:
+def filtered(keep: Callable[[np.ndarray], np.ndarray]) -> Break:
     """keep: probabilities of a row → which tokens stay."""
 
     def wrong(world: World, s: Drawn) -> Logprobs:
-        logits = _logits(world, s)
+        logits = logits_of(world, s)
         p = np.exp((logits - logits.max(axis=1, keepdims=True)).astype(np.float64) / s.temperature)
         p /= p.sum(axis=1, keepdims=True)
         for row, chances, target in zip(logits, p, s.tokens[s.prompt :], strict=True):
             gone = ~keep(chances)
             gone[target] = False
             row[: len(chances)][gone] = -np.inf
-        return _read(world, s, logits)
+        return read_off(world, s, logits)
 
     return wrong
 
 
 def _top_k(k: int) -> Break:
-    return _filtered(lambda p: p >= np.sort(p)[-k])
+    return filtered(lambda p: p >= np.sort(p)[-k])
 
 
 def _top_p(mass: float) -> Break:
@@ -92,7 +94,7 @@ def _top_p(mass: float) -> Break:
         kept[order[:count]] = True
         return kept
 
-    return _filtered(keep)
+    return filtered(keep)
 
 
 def _rolled(by: int) -> Break:
@@ -103,11 +105,11 @@ def _rolled(by: int) -> Break:
 
 
 def _next_row(world: World, s: Drawn) -> Logprobs:
-    return _read(world, s, _logits(world, s, 1))
+    return read_off(world, s, logits_of(world, s, 1))
 
 
 def _next_token(world: World, s: Drawn) -> Logprobs:
-    return _read(world, s, _logits(world, s), np.append(s.tokens[s.prompt + 1 :], s.tokens[-1]))
+    return read_off(world, s, logits_of(world, s), np.append(s.tokens[s.prompt + 1 :], s.tokens[-1]))
 
 
 def _zero_at(choose: Callable[[World, int], np.ndarray]) -> Break:
@@ -119,7 +121,9 @@ def _zero_at(choose: Callable[[World, int], np.ndarray]) -> Break:
     return wrong
 
 
-def _on_ops(make: Callable[[World, Drawn, Decoder], Any]) -> Break:
+def on_ops(make: Callable[[World, Drawn, Decoder], Any]) -> Break:
+    """make: the ops that the side runs on."""
+
     def wrong(world: World, s: Drawn) -> Logprobs:
         decoder = world.decoder(s.version)
         return world.logprobs(replace(decoder, reference=make(world, s, decoder)), s)
@@ -155,7 +159,7 @@ def _foreign_block(world: World, s: Drawn, decoder: Decoder) -> Any:
     return broken(WrongKv, decoder.reference, layers=_kv_of(world, decoder, other), first=start, last=start + 16)
 
 
-def _rotated(change: Callable[[World, Drawn, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Break:
+def rotated(change: Callable[[World, Drawn, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Break:
     """change: positions and frequencies → the ones that the side uses."""
 
     def wrong(world: World, s: Drawn) -> Logprobs:
@@ -170,20 +174,22 @@ def _rotated(change: Callable[[World, Drawn, np.ndarray, np.ndarray], tuple[np.n
     return wrong
 
 
-def _other_base(theta: float) -> Break:
+def other_base(theta: float) -> Break:
+    """Rotary frequencies of another base."""
+
     def change(world: World, s: Drawn, positions: np.ndarray, frequencies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         dim = 2 * len(frequencies)
         return positions, np.float64(theta) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
-    return _rotated(change)
+    return rotated(change)
 
 
 def _gap(tokens: int) -> Break:
-    return _rotated(lambda world, s, p, f: (np.where(p >= s.prompt, p + tokens, p), f))
+    return rotated(lambda world, s, p, f: (np.where(p >= s.prompt, p + tokens, p), f))
 
 
 def _bf16_logits(world: World, s: Drawn) -> Logprobs:
-    return _read(world, s, from_bf16(to_bf16(_logits(world, s))))
+    return read_off(world, s, from_bf16(to_bf16(logits_of(world, s))))
 
 
 def _bf16_values(world: World, s: Drawn) -> Logprobs:
@@ -206,7 +212,7 @@ def _cp_labels(world: World, s: Drawn) -> Logprobs:
     for edge in _edges(s, 4):
         if edge >= s.prompt:
             targets[edge - s.prompt] = s.tokens[0]
-    return _read(world, s, _logits(world, s), targets)
+    return read_off(world, s, logits_of(world, s), targets)
 
 
 def _nan(world: World, s: Drawn) -> Logprobs:
@@ -230,7 +236,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault("another temperature", one_of("temperature"), _at_temperature(lambda t: t + 0.137)),
     Fault("top-k on one side", one_of("truncated_sampling"), _top_k(20)),
     Fault("top-p on one side", one_of("truncated_sampling"), _top_p(0.9)),
-    Fault("min-p on one side", one_of("truncated_sampling"), _filtered(lambda p: p >= 0.02 * p.max())),
+    Fault("min-p on one side", one_of("truncated_sampling"), filtered(lambda p: p >= 0.02 * p.max())),
     Fault("values one token late", one_of("off_by_one"), _rolled(1)),
     Fault("values one token early", one_of("off_by_one"), _rolled(-1)),
     Fault("looked up in the next row", one_of("off_by_one"), _next_row),
@@ -239,28 +245,28 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "speculated tokens with 0.0", one_of("filler"), _zero_at(lambda w, n: w.random.choice(n, n // 5, replace=False))
     ),
-    Fault("prefix cache of older weights", one_of("stale_kv"), _on_ops(_stale_prefix)),
+    Fault("prefix cache of older weights", one_of("stale_kv"), on_ops(_stale_prefix)),
     Fault("weights updated in mid-generation", one_of("stale_kv"), _updated_midway),
-    Fault("a KV block of another sequence", one_of("kv_boundary"), _on_ops(_foreign_block)),
-    Fault("linear RoPE scaling", one_of("rope_scaling"), _rotated(lambda w, s, p, f: (p / 4.0, f))),
-    Fault("RoPE scaled by 3", one_of("rope_scaling"), _rotated(lambda w, s, p, f: (p / 3.0, f))),
-    Fault("another RoPE base", one_of("rope_scaling"), _other_base(500_000.0)),
+    Fault("a KV block of another sequence", one_of("kv_boundary"), on_ops(_foreign_block)),
+    Fault("linear RoPE scaling", one_of("rope_scaling"), rotated(lambda w, s, p, f: (p / 4.0, f))),
+    Fault("RoPE scaled by 3", one_of("rope_scaling"), rotated(lambda w, s, p, f: (p / 3.0, f))),
+    Fault("another RoPE base", one_of("rope_scaling"), other_base(500_000.0)),
     Fault("response positions one late", one_of("position_offset"), _gap(1)),
     Fault("response positions eight late", one_of("position_offset"), _gap(8)),
-    Fault("all positions one late", one_of("position_offset"), _rotated(lambda w, s, p, f: (p + 1.0, f))),
+    Fault("all positions one late", one_of("position_offset"), rotated(lambda w, s, p, f: (p + 1.0, f))),
     Fault("logits in bf16", one_of("bf16_head"), _bf16_logits),
     Fault("log-probabilities in bf16", one_of("bf16_head"), _bf16_values),
     Fault("row-parallel sums in 4 parts", one_of("reduction_order"), _segments(4)),
     Fault("row-parallel sums in one part", one_of("reduction_order"), _segments(1)),
     Fault(
-        "products in three parts", one_of("reduction_order"), _on_ops(lambda w, s, d: broken(ThreeParts, d.reference))
+        "products in three parts", one_of("reduction_order"), on_ops(lambda w, s, d: broken(ThreeParts, d.reference))
     ),
-    Fault("native products", one_of("reduction_order"), _on_ops(lambda w, s, d: broken(NativeProducts, d.reference))),
+    Fault("native products", one_of("reduction_order"), on_ops(lambda w, s, d: broken(NativeProducts, d.reference))),
     Fault("labels rolled in context-parallel slices", one_of("context_parallel"), _cp_labels),
     Fault(
         "slice edges that see nothing before them",
         one_of("context_parallel"),
-        _on_ops(lambda w, s, d: broken(HiddenKeys, d.reference, edges=_edges(s, 4), layers=d.config.layers)),
+        on_ops(lambda w, s, d: broken(HiddenKeys, d.reference, edges=_edges(s, 4), layers=d.config.layers)),
     ),
     Fault("a NaN", one_of("nonfinite"), _nan),
 )

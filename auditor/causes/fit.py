@@ -1,0 +1,26 @@
+"""The one number that a hypothesis leaves open, found by what fits best."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+
+def best_fit(error: Callable[[float], float], low: float, high: float, grid: int = 25, steps: int = 24) -> float:
+    """Where `error` is smallest between two positive numbers: a grid in the logarithm, then golden-section search."""
+    points = np.linspace(np.log(low), np.log(high), grid)
+    at = int(np.argmin([error(float(np.exp(x))) for x in points]))
+    left_end, right_end = float(points[max(at - 1, 0)]), float(points[min(at + 1, grid - 1)])
+    shrink = (np.sqrt(5.0) - 1.0) / 2.0
+    for _ in range(steps):
+        left = right_end - shrink * (right_end - left_end)
+        right = left_end + shrink * (right_end - left_end)
+        if error(float(np.exp(left))) < error(float(np.exp(right))):
+            right_end = right
+        else:
+            left_end = left
+    return float(np.exp((left_end + right_end) / 2.0))
+
+
+def roundings(value: float) -> list[float]:
+    """What somebody may have set: the value with few digits first, then as it is."""
+    return list(dict.fromkeys([*(round(value, digits) for digits in (0, 1, 2, 3)), value]))
