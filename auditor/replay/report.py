@@ -16,17 +16,22 @@ from rl_kernel.reference.model import Decoder
 class Replayed:
     """One side.
 
-    reproduced: whether the given ops give the very bits that the side reported. differing: tokens that differ from the
+    unlike: reported values that the given ops do not give bit by bit. differing: tokens that differ from the
     reference under these ops. call: the first to differ on equal inputs, with what it took and gave; None: there is
     none. expected: the reference's output of that call. swaps: tokens that still differ with one op swapped, by op.
     """
 
-    reproduced: bool
+    unlike: int
     differing: int
     call: Call | None
     tensors: Tensors | None
     expected: Tensors | None
     swaps: dict[str, int]
+
+    @property
+    def reproduced(self) -> bool:
+        """Whether the given ops give the very bits that the side reported."""
+        return self.unlike == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def replay(question: Question, record: Record, make_ops: Callable[[], object]) -
         tensors = question.run(Watched(make_ops(), keep=at))[1].kept
         expected = question.run(Watched(question.decoder.reference, keep=at))[1].kept
     return Replayed(
-        reproduced=found.tobytes() == record.logprobs.tobytes(),
+        unlike=compare_bits(found, record.logprobs).differing,
         differing=compare_bits(found, truth).differing,
         call=None if at is None else wrong.calls[at],
         tensors=tensors,
@@ -65,12 +70,14 @@ def replay(question: Question, record: Record, make_ops: Callable[[], object]) -
     )
 
 
-def lines(side: str, replayed: Replayed) -> Iterator[str]:
-    """The report for people."""
-    reproduced = "reproduce the reported bits" if replayed.reproduced else "do NOT reproduce the reported bits"
-    yield f"{side}: these ops {reproduced}; {replayed.differing} tokens differ from the reference"
+def lines(side: str, name: str, replayed: Replayed) -> Iterator[str]:
+    """The report for people. name: of the ops."""
+    told = "reproduce the reported bits" if replayed.reproduced else f"do NOT give {replayed.unlike} reported values"
+    yield f"{side}: the ops {name} {told}; {replayed.differing} tokens differ from the reference"
     if replayed.call is None:
         yield f"{side}: no op differs on equal inputs"
+        if not replayed.reproduced:
+            yield f"{side}: so the fault lies outside these ops: in weights, tokens, positions, cache or the engine"
         return
     assert replayed.tensors is not None
     assert replayed.expected is not None

@@ -112,7 +112,7 @@ def test_a_mismatch_is_frozen_by_the_api_and_replayed_by_a_command(weights_root:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "rollout: 0 of 32 reported values differ" in done.stdout
-    assert "trainer: these ops reproduce the reported bits" in done.stdout
+    assert "trainer: the ops auditor.faults.ops:NativeProducts reproduce the reported bits" in done.stdout
     assert "trainer: first to differ on equal inputs: gemm at layers.0." in done.stdout
     with np.load(tensors, allow_pickle=False) as kept:
         assert kept["output"].tobytes() != kept["expected"].tobytes()

@@ -1,0 +1,98 @@
+"""A capsule of our own engines is replayed without a plug: the op is named, and what removes the difference."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from auditor.capsule import Capsule, to_bytes
+from auditor.errors import ConfigError
+from auditor.judge import judge_pair
+from auditor.records import RolloutRecord, TrainerRecord
+from auditor.replay.engines import load_ops
+from auditor.replay.report import Question, replay
+from rl_kernel.contracts import model_contract
+from rl_kernel.reference.model import Decoder
+from tests.auditor.processes import REPOSITORY
+from tests.auditor.samples import CONTRACT, CONTRACTS, one_ulp_off
+from tests.auditor.test_reference import true_pair, weights_root
+
+__all__ = ["weights_root"]
+
+
+@pytest.fixture(scope="module")
+def native(weights_root: Path) -> Iterator[np.ndarray]:
+    """What stock Megatron-core says of sample `a`: its own modules, not the ops under test."""
+    pytest.importorskip("megatron")
+    from rl_kernel.integrations.megatron.native import NativeModel
+    from rl_kernel.integrations.megatron.packing import Tokens, pack
+    from rl_kernel.integrations.megatron.parallel import join_tensor_parallel, leave_tensor_parallel
+    from tests.models import LLAMA
+
+    model = NativeModel(weights_root / "v000001", join_tensor_parallel())
+    model.load(weights_root / "v000001")
+    tokens = tuple(int(token) for token in true_pair(weights_root, "a")[0].tokens)
+    packed = pack([Tokens(tokens[:8], tokens[8:])], vocab=LLAMA.vocab, max_position=LLAMA.max_position)
+    yield model.logprobs(packed, 1.0).detach().numpy()
+    leave_tensor_parallel()
+
+
+def command(root: Path, folder: Path, rollout: RolloutRecord, trainer: TrainerRecord, *flags: str) -> tuple[int, str]:
+    capsule = Capsule(rollout, trainer, judge_pair(rollout, trainer, CONTRACTS).judgement, None)
+    (folder / "capsule").write_bytes(to_bytes(capsule))
+    arguments = [sys.executable, "-m", "auditor.replay", str(folder / "capsule"), "--weights-root", str(root), *flags]
+    done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_native_trainer_is_replayed_bit_by_bit_and_its_first_op_and_the_swaps_are_named(
+    weights_root: Path, native: np.ndarray, tmp_path: Path
+) -> None:
+    rollout, trainer = true_pair(weights_root, "a")
+    code, said = command(weights_root, tmp_path, rollout, replace(trainer, logprobs=native))
+    assert code == 1, said
+    assert "rollout: 0 of 32 reported values differ from the reference" in said
+    assert "rollout: the ops" not in said, "a side that is right is not run again"
+    assert "trainer: the ops native reproduce the reported bits" in said
+    assert "trainer: first to differ on equal inputs:" in said
+    assert sum("with the reference's" in line for line in said.splitlines()) == 7
+
+
+def test_swapping_every_op_of_a_native_trainer_at_once_removes_the_difference(
+    weights_root: Path, native: np.ndarray
+) -> None:
+    """Each op alone leaves some; what is left is that of the others."""
+    decoder = Decoder.open(weights_root / "v000001", CONTRACT)
+    rollout, trainer = true_pair(weights_root, "a")
+    question = Question(decoder, rollout.tokens.astype(np.int64), 8, 1.0)
+    found = replay(question, replace(trainer, logprobs=native), load_ops("native", decoder))
+    assert found.reproduced
+    assert found.call is not None
+    assert 0 < found.differing <= 32
+    assert min(found.swaps.values()) > 0
+
+
+def test_our_strict_ops_give_the_bits_of_the_reference_and_find_no_op(weights_root: Path) -> None:
+    decoder = Decoder.open(weights_root / "v000001", CONTRACT)
+    rollout, _ = true_pair(weights_root, "a")
+    question = Question(decoder, rollout.tokens.astype(np.int64), 8, 1.0)
+    found = replay(question, rollout, load_ops("strict", decoder))
+    assert (found.unlike, found.differing, found.call) == (0, 0, None)
+
+
+def test_a_difference_that_no_op_makes_is_said_to_lie_outside_of_them(weights_root: Path, tmp_path: Path) -> None:
+    rollout, trainer = true_pair(weights_root, "a")
+    code, said = command(weights_root, tmp_path, one_ulp_off(rollout), trainer)
+    assert code == 1
+    assert "rollout: the ops strict do NOT give 1 reported values; 0 tokens differ from the reference" in said
+    assert "the fault lies outside these ops" in said
+
+
+def test_a_contract_that_no_cpu_op_serves_is_one_line(weights_root: Path) -> None:
+    decoder = Decoder.open(weights_root / "v000001", model_contract("sm90", segments=2))
+    with pytest.raises(ConfigError, match="the strict ops do not run here: no backend serves"):
+        load_ops("strict", decoder)
