@@ -1,23 +1,27 @@
 """What every ledger keeps to, over SQLite and a real PostgreSQL alike."""
 
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from auditor.codec import encode
 from auditor.contracts import known_contracts
-from auditor.errors import ChainError, ConfigError, ConflictError, LedgerError, NotFoundError
+from auditor.errors import ArchiveError, ChainError, ConfigError, ConflictError, LedgerError, NotFoundError
 from auditor.export.board import Board
 from auditor.judge import Reference, ReferenceLogprobs, Verdict
 from auditor.pipeline import Incoming, Pipeline
 from auditor.records import SampleKey
-from auditor.retention import ParquetArchive, retire
+from auditor.retention import Evidence, ParquetArchive, Retirement, drop, evidence_before
 from auditor.sampling import Rate
 from auditor.storage.chain import digest, verify
 from auditor.storage.database import Database, open_database
-from auditor.storage.ledger import Ledger, Stored
+from auditor.storage.ledger import Ledger, Stored, Unit
 from auditor.storage.reader import Reader
+from auditor.writer import Writer
 from tests.auditor.postgres_server import PostgresServer
 from tests.auditor.samples import RESPONSE, one_ulp_off, pair
 
@@ -242,10 +246,12 @@ def test_evidence_is_retired_by_age_written_away_and_still_in_the_chain(connect:
     now[0] = 2000.0
     receive(ledger, pipeline(), 3)
     before, archive = verify(connect(False)), ParquetArchive(str(tmp_path / "archive"))
-    with ledger.transaction() as unit:
-        assert retire(unit, 1500.0, archive) == 4, "not what is young, queued or without its other side"
-        assert retire(unit, 1500.0, archive) == 0
     reader = Reader(lambda: connect(False))
+    old = evidence_before(reader, 1500.0)
+    archive.write(old)
+    with ledger.transaction() as unit:
+        assert drop(unit, old) == 4, "not what is young, queued or without its other side"
+    assert evidence_before(reader, 1500.0) == []
     assert reader.record(SampleKey("run", 0, "0"), "rollout") is None
     assert reader.sample(SampleKey("run", 0, "0")).judgement.verdict is Verdict.MATCH
     for kept in ("2", "3", "lonely"):
@@ -262,17 +268,70 @@ def test_evidence_is_retired_by_age_written_away_and_still_in_the_chain(connect:
     ledger.close()
 
 
-def test_an_archive_that_fails_keeps_the_evidence(connect: Open) -> None:
-    class Full:
-        def write(self, evidence: object) -> None:
-            raise LedgerError("archive: No space left on device")
+def test_an_archive_that_fails_keeps_the_evidence_and_is_counted(connect: Open) -> None:
+    """Until it works again: then the same evidence is written away and dropped."""
 
-    ledger = Ledger(connect(True), clock=lambda: 1000.0)
+    class Full:
+        full = True
+        written: ClassVar[list[Evidence]] = []
+
+        def write(self, evidence: Sequence[Evidence]) -> None:
+            if self.full:
+                raise ArchiveError("archive: No space left on device")
+            self.written += evidence
+
+    ledger, archive, codes = Ledger(connect(True), clock=lambda: 1000.0), Full(), []
     receive(ledger, pipeline(), 0)
-    with pytest.raises(LedgerError), ledger.transaction() as unit:
-        retire(unit, 2000.0, Full())
-    assert Reader(lambda: connect(False)).record(SampleKey("run", 0, "0"), "rollout") is not None
+    writer = Writer(ledger, lambda counts: None, lambda: None, 8)
+    reader = Reader(lambda: connect(False))
+    retirement = Retirement(reader, writer, 1 / 86_400, archive, lambda: 2000.0, 0.01, codes.append)
+    wait_until(lambda: len(codes) >= 2)
+    assert set(codes) == {"archive_unavailable"}
+    assert reader.record(SampleKey("run", 0, "0"), "rollout") is not None
+    archive.full = False
+    wait_until(lambda: reader.record(SampleKey("run", 0, "0"), "rollout") is None)
+    retirement.close()
+    writer.close()
     ledger.close()
+    assert [evidence.side for evidence in archive.written] == ["rollout", "trainer"]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_ledger_that_fails_in_the_middle_of_a_group_stores_none_of_it_by_halves(tmp_path: Path) -> None:
+    """SQLite undoes the whole transaction when the disk is full, and what came after must not go on beside it."""
+    database = open_database(str(tmp_path / "ledger.db"), True)
+    ledger = Ledger(database)
+    receive(ledger, pipeline(), 0)
+    writer = Writer(ledger, lambda counts: None, lambda: None, 8)
+    key, started = SampleKey("run", 5, "x"), threading.Event()
+
+    def small(unit: Unit, sample: str) -> None:
+        unit.add_record(SampleKey("run", 5, sample), "rollout", b"small")
+
+    def too_large(unit: Unit) -> None:
+        unit.add_record(key, "rollout", bytes(1 << 20))
+
+    writer.submit(lambda unit: started.wait(5))  # so that the three that follow are one group
+    database.run(f"PRAGMA max_page_count = {database.all('PRAGMA page_count')[0][0] + 40}")
+    waiting = [writer.submit(lambda unit: small(unit, "a")), writer.submit(too_large)]
+    waiting.append(writer.submit(lambda unit: small(unit, "b")))
+    started.set()
+    assert waiting[0].exception(5) is None
+    assert isinstance(waiting[1].exception(5), LedgerError)
+    assert waiting[2].exception(5) is None
+    assert writer.trouble() == ""
+    writer.close()
+    ledger.close()
+    reader = Reader(lambda: open_database(str(tmp_path / "ledger.db"), False))
+    rows = reader.database.all("SELECT sample_id FROM records WHERE step = 5 ORDER BY sample_id")
+    assert rows == [("a",), ("b",)]
+    assert verify(open_database(str(tmp_path / "ledger.db"), False)).entries == 3 + 2
 
 
 def test_a_ledger_of_the_first_version_is_brought_up_to_date(connect: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,8 +196,9 @@ def test_queued_samples_are_taken_up_after_a_kill(weights_root: Path, tmp_path: 
 def test_other_contracts_are_refused_by_name(weights_root: Path) -> None:
     from auditor.errors import RecomputeError
     from auditor.recompute_worker import Models
+    from auditor.weights_place import LocalWeights
 
-    models = Models(weights_root)
+    models = Models(LocalWeights(weights_root))
     digest = Decoder.open(weights_root / "v000002", CONTRACT).weight_digest
     with pytest.raises(RecomputeError, match="no contract has the digest"):
         models.get(2, digest, "00" * 32)

@@ -1,4 +1,4 @@
-"""Server, clients and recompute workers killed at random points, round after round; then every count is checked.
+"""Server, clients, recompute workers and the database killed at random points, round after round; then all is counted.
 
 AUDITOR_KILL_ROUNDS sets the number of rounds of the soak test (200).
 """
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from auditor.client import AuditClient
 from auditor.storage.chain import verify
 from auditor.storage.database import open_database
+from tests.auditor.postgres_server import PostgresServer
 from tests.auditor.processes import REPOSITORY, AuditorProcess, running_auditor
 from tests.auditor.samples import RESPONSE
 from tests.auditor.test_reference import weights_root
@@ -51,16 +53,23 @@ def workers_of(auditor: AuditorProcess) -> list[int]:
     return [int(pid) for file in listed if file.exists() for pid in file.read_text().split()]
 
 
-def run_rounds(root: Path, folder: Path, rounds: int) -> None:
+def run_rounds(root: Path, folder: Path, rounds: int, database: PostgresServer | None = None) -> None:
     random = np.random.default_rng(rounds)
     each, spool = 6, folder / "spool"
+    victims = ["server", "client", "worker"] + (["database"] if database else [])
     flags = ("--weights-root", str(root), "--recompute-rate", "1")
+    flags += ("--ledger", database.url) if database else ()
     with running_auditor(folder / "auditor", *flags) as auditor:
         for number in range(rounds):
             producer = produce(root, auditor, spool, number * each, each)
             time.sleep(float(random.uniform(0.0, 0.6)))
-            victim = random.choice(["server", "client", "worker"])
-            if victim == "server":
+            victim = victims[number] if number < len(victims) else random.choice(victims)
+            if victim == "database":
+                assert database is not None
+                database.kill()
+                time.sleep(float(random.uniform(0.0, 0.5)))
+                database.start()
+            elif victim == "server":
                 auditor.kill()
                 auditor.start()
             elif victim == "worker":
@@ -85,11 +94,35 @@ def run_rounds(root: Path, folder: Path, rounds: int) -> None:
             assert metrics[f'auditor_records_total{{outcome="accepted",run_id="run",side="{side}"}}'] == samples
         assert auditor.stop() == 0
         # Two records and a verdict a sample, and one more verdict when the reference has spoken.
-        assert verify(open_database(str(auditor.ledger), writer=False)).entries == 4 * samples
+        ledger = database.url if database else str(auditor.ledger)
+        assert verify(open_database(ledger, writer=False)).entries == 4 * samples
 
 
 def test_five_rounds_of_kills_lose_nothing_and_count_nothing_twice(weights_root: Path, tmp_path: Path) -> None:
     run_rounds(weights_root, tmp_path, 5)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    yield server
+    server.close()
+
+
+def test_five_rounds_of_kills_with_the_database_among_them_lose_nothing(
+    weights_root: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    postgres.fresh_database()
+    run_rounds(weights_root, tmp_path, 5, postgres)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_two_hundred_rounds_of_kills_with_the_database_among_them_lose_nothing(
+    weights_root: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    postgres.fresh_database()
+    run_rounds(weights_root, tmp_path, int(os.environ.get("AUDITOR_KILL_ROUNDS", "200")), postgres)
 
 
 @pytest.mark.soak
