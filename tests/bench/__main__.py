@@ -12,6 +12,8 @@ from services.threads import thread_variables
 BENCHES = {
     "ops": "tests.bench.ops_bench",
     "reference": "tests.bench.reference_bench",
+    "auditor": "tests.bench.auditor_bench",
+    "auditor-job": "tests.bench.auditor_job_bench",
     "vllm": "tests.bench.vllm_bench",
     "megatron": "tests.bench.megatron_bench",
     "demo": "tests.bench.demo_bench",
