@@ -19,7 +19,7 @@ COPY auditor auditor
 COPY services/__init__.py services/
 RUN python3 -m venv /opt/auditor \
     && /opt/auditor/bin/pip wheel --no-cache-dir --no-deps -w /wheels . \
-    && /opt/auditor/bin/pip install --no-cache-dir "$(ls /wheels/*.whl)[auditor,postgres]" \
+    && /opt/auditor/bin/pip install --no-cache-dir "$(ls /wheels/*.whl)[auditor,archive,postgres]" \
     && /opt/auditor/bin/pip uninstall -y pip setuptools \
     && /opt/auditor/bin/python -m compileall -q /opt/auditor/lib \
     && rm -rf /opt/auditor/lib/python3*/site-packages/services /opt/auditor/lib/python3*/site-packages/rl_kernel/ops
