@@ -15,10 +15,8 @@ REPOSITORY = Path(__file__).parents[2]
 CHART = REPOSITORY / "helm" / "rl-kernel"
 SHAPES = sorted(path.stem for path in (CHART / "shapes").glob("*.yaml"))
 HELMS = [version for version in ("3", "4") if (REPOSITORY / f"build/tools/helm-{version}/helm").exists()]
-# CRD schemas of KubeRay and prometheus-operator: a folder named by CRDS, or beside the checkout.
-CRDS = next(
-    (p for p in (Path(os.environ.get("CRDS", "/nowhere")), REPOSITORY.parent / "shared/crds") if p.is_dir()), None
-)
+# A folder with the CRD schemas of KubeRay and prometheus-operator, as those projects publish them.
+CRDS = Path(os.environ["CRDS"]) if os.environ.get("CRDS") else None
 KUBERNETES = "1.32"
 
 pytestmark = pytest.mark.skipif(not HELMS, reason="helm is missing: make ops-tools")
@@ -44,6 +42,11 @@ def one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", HELMS)
+def test_the_versions_are_those_that_the_chart_is_for(version: str) -> None:
+    assert helm(version, "version", "--short").stdout.startswith({"3": "v3.17.", "4": "v4."}[version])
+
+
+@pytest.mark.parametrize("version", HELMS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_passes_strict_lint(version: str, shape: str) -> None:
     linted = helm(version, "lint", "--strict", str(CHART), "-f", str(CHART / f"shapes/{shape}.yaml"))
@@ -58,7 +61,7 @@ def test_both_versions_of_helm_render_the_same(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_core_kinds_are_valid_without_one_unknown_field(shape: str) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="pip install '.[ops]'").validate
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is missing").validate
     for document in rendered(HELMS[-1], shape):
         if "." in document["apiVersion"].partition("/")[0] and not document["apiVersion"].endswith("k8s.io/v1"):
             continue
@@ -91,9 +94,11 @@ def crd_schemas() -> dict[tuple[str, str], Any]:
     return schemas
 
 
-@pytest.mark.skipif(CRDS is None, reason="no CRD schemas: put those of KubeRay and prometheus-operator in $CRDS")
+@pytest.mark.skipif(
+    CRDS is None, reason="no CRD schemas: name a folder with those of KubeRay and prometheus-operator in CRDS"
+)
 def test_custom_resources_are_valid_by_their_own_definitions_and_a_misspelt_field_is_not() -> None:
-    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is missing")
     schemas = crd_schemas()
     seen = set()
     for shape in SHAPES:
@@ -167,15 +172,59 @@ def test_a_job_beside_an_auditor_with_certificates_needs_its_authority_and_speak
     assert auditor.tls_key == "/run/secrets/auditor-tls/tls.key"
 
 
-@pytest.mark.parametrize(("shape", "resource"), [("rayjob-cuda", "nvidia.com/gpu"), ("rayjob-rocm", "amd.com/gpu")])
-def test_workers_ask_for_the_gpus_of_their_maker_and_the_head_for_none(shape: str, resource: str) -> None:
-    spec = one(rendered(HELMS[-1], shape), "RayJob")["spec"]["rayClusterSpec"]
+@pytest.mark.parametrize("kind", ["rayjob", "raycluster"])
+@pytest.mark.parametrize(("maker", "resource"), [("cuda", "nvidia.com/gpu"), ("rocm", "amd.com/gpu")])
+def test_workers_ask_for_the_gpus_of_their_maker_and_the_head_for_none(kind: str, maker: str, resource: str) -> None:
+    documents = rendered(HELMS[-1], f"{kind}-{maker}")
+    spec = one(documents, "RayCluster")["spec"] if kind == "raycluster" else one(documents, "RayJob")["spec"]
+    spec = spec.get("rayClusterSpec", spec)
     head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]
-    worker = spec["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
-    assert worker["resources"]["limits"][resource] == "4"
+    pod = spec["workerGroupSpecs"][0]["template"]["spec"]
+    (worker,) = pod["containers"]
+    assert worker["resources"]["limits"][resource] in ("4", "8")
+    assert worker["image"].startswith(f"rl-kernel-job-{maker}:")
+    assert all(name.partition(".")[0] == resource.partition(".")[0] for name in pod.get("nodeSelector", {}))
     assert not any("gpu" in name for name in head["resources"]["limits"])
     assert spec["authOptions"] == {"mode": "token"}
     assert {port["name"] for port in head["ports"]} >= {"metrics", "as-metrics", "dash-metrics"}
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("ray")])
+def test_rays_dashboard_is_told_where_grafana_is_and_prometheus_where_rays_metrics_are(shape: str) -> None:
+    documents = rendered(HELMS[-1], shape)
+    spec = next(d["spec"] for d in documents if d["kind"] in ("RayJob", "RayCluster"))
+    head = spec.get("rayClusterSpec", spec)["headGroupSpec"]["template"]
+    environment = {each["name"]: each["value"] for each in head["spec"]["containers"][0]["env"]}
+    assert environment["RAY_GRAFANA_HOST"] == "http://grafana.monitoring.svc:3000"
+    assert environment["RAY_PROMETHEUS_HOST"] == "http://prometheus.monitoring.svc:9090"
+    monitor = one(documents, "PodMonitor")["spec"]
+    ports = {port["name"] for port in head["spec"]["containers"][0]["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == {
+        "metrics",
+        "as-metrics",
+        "dash-metrics",
+    }
+    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} <= ports
+    assert monitor["selector"]["matchLabels"].items() <= head["metadata"]["labels"].items()
+
+
+def test_every_job_has_a_token_of_its_own_and_the_auditor_the_list_of_them() -> None:
+    documents = rendered(HELMS[-1], "rayjob-cuda")
+    auditor = one(documents, "StatefulSet")["spec"]["template"]["spec"]
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in auditor["volumes"] if "secret" in volume}
+    assert secrets == {"token": "auditor-token", "job-tokens": "auditor-jobs"}
+    mounts = {mount["name"]: mount["mountPath"] for mount in auditor["containers"][0]["volumeMounts"]}
+    texts = {name: text for d in documents if d["kind"] == "ConfigMap" for name, text in d["data"].items()}
+    assert yaml.safe_load(texts["auditor.yaml"])["tokens_file"] == f"{mounts['job-tokens']}/tokens.yaml"
+    pod = one(documents, "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
+    carried = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
+    assert carried == ["policy-token"], "a job must not hold the token that opens every run"
+    (place,) = [m["mountPath"] for m in pod["containers"][0]["volumeMounts"] if m["name"] == "auditor-token"]
+    assert yaml.safe_load(texts["job.yaml"])["auditor"]["token_file"] == f"{place}/token"
+    assert yaml.safe_load(texts["job.yaml"])["run"]["name"] == "policy"
+    shared = one(rendered(HELMS[-1], "rayjob-rocm"), "RayJob")["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    carried = [volume["secret"]["secretName"] for volume in shared["spec"]["volumes"] if "secret" in volume]
+    assert carried == ["auditor-token"]
 
 
 def test_the_rules_in_the_chart_are_the_rules_that_are_tested() -> None:

@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "deploy" / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 COMPOSE = REPOSITORY / "deploy" / "compose.yaml"
+PROMETHEUS = REPOSITORY / "deploy" / "prometheus"
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: str(file.stem))
@@ -54,8 +55,32 @@ def test_a_compose_parser_accepts_the_file_and_not_one_with_an_unknown_key(tmp_p
     assert subprocess.run(["docker-compose", "-f", bad, "config"], capture_output=True, check=False).returncode != 0
 
 
-def test_what_compose_mounts_and_passes_is_there_and_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    services = yaml.safe_load(COMPOSE.read_text())["services"]
+@pytest.mark.skipif(not shutil.which("docker-compose"), reason="docker-compose is missing: make ops-tools")
+def test_with_tokens_on_top_only_the_auditor_prometheus_and_the_job_change(tmp_path: Path) -> None:
+    deploy = shutil.copytree(COMPOSE.parent, tmp_path / "deploy")
+    (deploy / "secrets").mkdir()
+    for name in ("token", "tokens.yaml", "policy.token"):
+        (deploy / "secrets" / name).write_text("x\n")
+    files = ["-f", str(deploy / "compose.yaml"), "-f", str(deploy / "compose.tokens.yaml")]
+    plain, merged = (
+        yaml.safe_load(run("docker-compose", *files[:count], "config"))["services"] for count in (2, len(files))
+    )
+    for service in (*plain.values(), *merged.values()):
+        service.get("volumes", []).sort()
+        service.get("ports", []).sort()
+    assert {name for name in plain if plain[name] != merged[name]} == {"auditor", "prometheus", "job"} & set(plain)
+    mounts = str(merged["prometheus"]["volumes"])
+    assert "prometheus-token.yml" in mounts
+    assert "prometheus/prometheus.yml:/etc" not in mounts
+    usual, token = (yaml.safe_load((PROMETHEUS / f"prometheus{suffix}.yml").read_text()) for suffix in ("", "-token"))
+    authorization = token["scrape_configs"][0].pop("authorization")
+    assert authorization == {"credentials_file": "/run/secrets/token"}
+    assert token == usual
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.tokens.yaml"])
+def test_what_compose_mounts_and_passes_is_there_and_is_understood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    services = yaml.safe_load((COMPOSE.parent / name).read_text())["services"]
     for service in services.values():
         for volume in service.get("volumes", []):
             source = volume.partition(":")[0]
@@ -66,16 +91,22 @@ def test_what_compose_mounts_and_passes_is_there_and_is_understood(monkeypatch: 
             assert port.startswith("127.0.0.1:"), "compose has no token: loopback only"
     job = services["job"]["command"]
     overrides = [job[index + 1] for index, word in enumerate(job) if word == "--set"]
-    assert load_config(REPOSITORY / "deploy/configs/demo.yaml", overrides).weights.directory == "/weights"
+    config = load_config(REPOSITORY / "deploy/configs/demo.yaml", overrides)
+    assert config.weights.directory == "/weights"
     monkeypatch.setattr("auditor.config._check_paths", lambda config: None)
-    assert _configure(services["auditor"]["command"]).insecure is True
+    auditor = _configure(services["auditor"]["command"])
+    assert auditor.insecure is (name == "compose.yaml")
+    if name == "compose.tokens.yaml":
+        secrets = {service: values["secrets"] for service, values in services.items() if "secrets" in values}
+        assert [Path(p).name for p in (auditor.token_file, auditor.tokens_file) if p] == secrets["auditor"]
+        assert [Path(config.auditor.token_file).name] == secrets["job"], "the job holds its own token and no other"
 
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[str]:
     """The auditor's image, built by buildah on a base made by debootstrap. Needs root, some minutes and a gigabyte."""
     if not (shutil.which("buildah") and shutil.which("debootstrap")) or os.geteuid() != 0:
-        pytest.skip("buildah and debootstrap are missing, or this is not root: deploy/tools.sh --images")
+        pytest.skip("buildah or debootstrap is missing, or this is not root: deploy/tools.sh --images")
     folder = REPOSITORY / "build" / "images"
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / "base"

@@ -52,12 +52,12 @@ def test_rays_own_parser_accepts_the_cluster_file_and_not_a_misspelt_key() -> No
 
 
 @pytest.mark.skipif(not HELMS, reason="helm is missing: make ops-tools")
-def test_the_rayjob_manifest_is_the_charts() -> None:
-    shape = CHART / "shapes/rayjob-cuda.yaml"
+@pytest.mark.parametrize("shape", ["rayjob-cuda.yaml", "rayjob-rocm.yaml"])
+def test_the_rayjob_manifests_are_the_charts(shape: str) -> None:
     parts = ["-s", "templates/job-config.yaml", "-s", "templates/job-rayjob.yaml"]
-    done = helm(HELMS[-1], "template", "rl", str(CHART), "-n", "rl-system", "-f", str(shape), *parts)
+    done = helm(HELMS[-1], "template", "rl", str(CHART), "-n", "rl-system", "-f", str(CHART / "shapes" / shape), *parts)
     assert done.returncode == 0, done.stderr
-    manifest = list(yaml.safe_load_all((FOLDER / "rayjob-cuda.yaml").read_text()))
+    manifest = list(yaml.safe_load_all((FOLDER / shape).read_text()))
     assert [d for d in manifest if d] == [d for d in yaml.safe_load_all(done.stdout) if d]
 
 
@@ -78,7 +78,7 @@ class Head:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="ray is missing")
     # Ray's sockets live in this folder, and their paths must be short.
     folder = tmp_path_factory.mktemp("head")
     # Outside of the range that Ray keeps for its workers.

@@ -2,6 +2,17 @@
 {{ include "rlk.name" . }}-job
 {{- end }}
 
+{{- /* The Secret and the key of the token that the job carries: its own, or the one that opens every run. Empty: none. */ -}}
+{{- define "rlk.jobToken" -}}
+{{- if .Values.job.token.existingSecret -}}
+{{ dict "secret" .Values.job.token.existingSecret "key" .Values.job.token.key | toJson }}
+{{- else if and .Values.auditor.enabled .Values.auditor.token.existingSecret -}}
+{{ dict "secret" .Values.auditor.token.existingSecret "key" .Values.auditor.token.key | toJson }}
+{{- else -}}
+{}
+{{- end }}
+{{- end }}
+
 {{- /* The job's config with what the chart knows of the auditor and the weights. */ -}}
 {{- define "rlk.jobConfig" -}}
 {{- $own := dict }}
@@ -14,10 +25,10 @@
 {{- end }}
 {{- $host := printf "%s.%s.svc" (include "rlk.auditor" .) .Release.Namespace }}
 {{- $auditor := dict "grpc" (printf "%s:%v" $host .Values.auditor.service.grpcPort) "http" (printf "%s://%s:%v" (.Values.auditor.tls.existingSecret | empty | ternary "http" "https") $host .Values.auditor.service.httpPort) }}
-{{- if .Values.auditor.token.existingSecret }}
-{{- $_ := set $auditor "token_file" (printf "/run/secrets/auditor/%s" .Values.auditor.token.key) }}
-{{- end }}
 {{- $_ := set $own "auditor" $auditor }}
+{{- end }}
+{{- with include "rlk.jobToken" . | fromJson }}
+{{- $_ := set $own "auditor" (merge ($own.auditor | default dict) (dict "token_file" (printf "/run/secrets/auditor/%s" .key))) }}
 {{- end }}
 {{- if .Values.job.tls.existingSecret }}
 {{- $tls := dict "tls_ca" "/run/secrets/auditor-tls/ca.crt" }}
@@ -27,7 +38,10 @@
 {{- end }}
 {{- $_ := set $own "auditor" (merge ($own.auditor | default dict) $tls) }}
 {{- end }}
-{{- if .Values.weights.existingClaim }}{{- $_ := set $own "weights" (dict "directory" "/weights") }}{{- end }}
+{{- if .Values.weights.existingClaim }}
+{{- /* Jobs with a name share the claim, and the auditor finds each one's versions in its folder. */ -}}
+{{- $_ := set $own "weights" (dict "directory" (trimSuffix "/" (printf "/weights/%s" (dig "run" "name" "" .Values.job.config)))) }}
+{{- end }}
 {{- $_ := set $own "run" (dict "directory" "/runs") }}
 {{- mergeOverwrite $own (deepCopy .Values.job.config) | toYaml }}
 {{- end }}
@@ -99,7 +113,7 @@ spec:
         - {name: config, mountPath: /etc/rl-job, readOnly: true}
         - {name: runs, mountPath: /runs}
         - {name: shm, mountPath: /dev/shm}
-        {{- if .root.Values.auditor.token.existingSecret }}
+        {{- if include "rlk.jobToken" .root | fromJson }}
         - {name: auditor-token, mountPath: /run/secrets/auditor, readOnly: true}
         {{- end }}
         {{- if $job.tls.existingSecret }}
@@ -123,10 +137,10 @@ spec:
       emptyDir:
         medium: Memory
         sizeLimit: {{ $job.workers.sharedMemory | quote }}
-    {{- with .root.Values.auditor.token.existingSecret }}
+    {{- with include "rlk.jobToken" .root | fromJson }}
     - name: auditor-token
       secret:
-        secretName: {{ . | quote }}
+        secretName: {{ .secret | quote }}
         defaultMode: 0440
     {{- end }}
     {{- with $job.tls.existingSecret }}
