@@ -10,6 +10,9 @@ ARG RAY_VERSION=2.60.0
 ARG MEGATRON_VERSION=0.19.2
 USER 0
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# Builds the reference here; Triton calls a compiler at run time.
+# hadolint ignore=DL3008
+RUN command -v c++ || { apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; }
 WORKDIR /opt/rl-kernel
 COPY pyproject.toml CMakeLists.txt README.md ./
 COPY rl_kernel rl_kernel
@@ -22,7 +25,7 @@ RUN pip freeze | grep -iE '^(torch|triton|vllm)[ =@]' > /tmp/before \
     && pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_VERSION}" . \
     && pip freeze | grep -iE '^(torch|triton|vllm)[ =@]' | diff /tmp/before - \
     && rm -rf /opt/rl-kernel /tmp/before
-# KubeRay needs a home that the user can write and bash; the base has bash.
+# KubeRay needs bash and a home that the user can write.
 RUN useradd --uid 65532 --create-home --shell /bin/bash rl
 USER 65532:65532
 WORKDIR /home/rl
