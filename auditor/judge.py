@@ -9,7 +9,7 @@ import numpy as np
 
 from auditor.causes.inputs import cause_of_failure
 from auditor.compare import Comparison, Logprobs, Mask, compare_logprobs
-from auditor.drift import DriftSums
+from auditor.drift import NOTHING, DriftSums
 from auditor.preconditions import Contracts, NotComparable, first_failure
 from auditor.records import RolloutRecord, TrainerRecord
 from rl_kernel.errors import ShapeError
@@ -112,7 +112,7 @@ class PairJudgement:
     @property
     def drift(self) -> DriftSums:
         """Sums for the step's statistics; empty where nothing was compared."""
-        return DriftSums() if self.comparison is None else self.comparison.drift
+        return NOTHING if self.comparison is None else self.comparison.drift
 
 
 def judge_pair(rollout: RolloutRecord, trainer: TrainerRecord, contracts: Contracts) -> PairJudgement:

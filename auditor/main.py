@@ -4,6 +4,7 @@ Exit code 0 after SIGTERM or SIGINT, 1 after a failure of its own, 2 where it ca
 """
 
 import argparse
+import gc
 import json
 import logging
 import signal
@@ -215,6 +216,8 @@ def main(arguments: Sequence[str]) -> int:
     if config.stop_at_eof:
         threading.Thread(target=_wait_for_eof, args=(stop,), name="stdin", daemon=True).start()
     try:
+        # What lives now lives to the end: it need not be looked through again and again.
+        gc.freeze()
         if config.ports_file is not None:
             _write_ports(config.ports_file, auditor.addresses)
         if config.token_file is None and config.tokens_file is None:

@@ -5,14 +5,14 @@ The words: a *receipt* says what became of a record; a *judgement* is what is kn
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from auditor import codec
 from auditor.causes.sample import diagnose_pair
 from auditor.compare import ULP_EDGES, Comparison
-from auditor.drift import DriftSums
+from auditor.drift import NOTHING
 from auditor.errors import ConflictError, RecomputeError
 from auditor.judge import (
     Faulty,
@@ -28,10 +28,11 @@ from auditor.judge import (
 from auditor.preconditions import Condition, Contracts
 from auditor.records import Record, RolloutRecord, SampleKey, Side, TrainerRecord
 from auditor.sampling import Candidate, Policy
-from auditor.storage.ledger import Stored, Unit
+from auditor.storage.ledger import Held, Stored, Unit
 from auditor.storage.rows import Totals, change
 
 log = logging.getLogger(__name__)
+_OTHER: Final[Mapping[Side, Side]] = {"rollout": "trainer", "trainer": "rollout"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,29 +119,29 @@ class Pipeline:
             self._count_reference(unit, key, after)
         self._count_final(unit, key, after)
         unit.judge(key, after, before)
-        self._add_to_steps(unit, {(key.run_id, key.step): change(before, after, DriftSums())})
+        self._add_to_steps(unit, {(key.run_id, key.step): change(before, after, NOTHING)})
 
     def _take(self, unit: Unit, item: Incoming, gained: dict[tuple[str, int], Totals]) -> Receipt:
         record, key = item.record, item.record.key
+        held = unit.held(key)
         try:
-            stored = unit.add_record(key, record.side, item.payload)
+            stored = unit.add_record(key, record.side, item.payload, held)
         except ConflictError as error:
             return self._refuse(unit, Refused(record.side, error.code, str(error)), key.run_id)
         unit.count("records", run_id=key.run_id, side=record.side, outcome=stored.value)
         if stored is Stored.DUPLICATE:
             return Receipt("duplicate")
-        before = unit.judgement(key)
-        judged = self._judge(unit, record)
+        # Without the other side nothing can have been judged.
+        before = unit.judgement(key) if held else None
+        judged = self._judge(unit, record, held.get(_OTHER[record.side]))
         unit.judge(key, judged.judgement, before)
         gained[key.run_id, key.step] += change(before, judged.judgement, judged.drift)
         return Receipt("accepted")
 
-    def _judge(self, unit: Unit, record: Record) -> PairJudgement:
-        other: Side = "trainer" if record.side == "rollout" else "rollout"
-        payload = unit.payload(record.key, other)
-        if payload is None:
-            return PairJudgement(pending(other, record.weight_version), None)
-        rollout, trainer = _ordered(record, codec.decode(payload))
+    def _judge(self, unit: Unit, record: Record, other: Held | None) -> PairJudgement:
+        if other is None or other.payload is None:
+            return PairJudgement(pending(_OTHER[record.side], record.weight_version), None)
+        rollout, trainer = _ordered(record, codec.decode(other.payload))
         try:
             pair = judge_pair(rollout, trainer, self._contracts)
         except Exception as error:

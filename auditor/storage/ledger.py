@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -31,6 +32,14 @@ class Stored(StrEnum):
     DUPLICATE = "duplicate"
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A stored record: the digest of its bytes, and the bytes unless they have been retired."""
+
+    digest: bytes
+    payload: bytes | None
+
+
 class Unit:
     """What may be written inside one transaction. Made by `Ledger.transaction`, invalid after it."""
 
@@ -46,15 +55,22 @@ class Unit:
         key = (name, tuple(sorted(labels.items())))
         self.counts[key] = self.counts.get(key, 0) + value
 
-    def add_record(self, key: SampleKey, side: Side, payload: bytes) -> Stored:
-        """Store a record. DUPLICATE where the same one is there; ConflictError where another one is."""
-        content = digest(payload)
-        held = self._database.all(
-            "SELECT digest FROM records WHERE run_id = ? AND step = ? AND sample_id = ? AND side = ?", (*key, side)
+    def held(self, key: SampleKey) -> dict[Side, "Held"]:
+        """What is stored of a sample, by side."""
+        rows = self._database.all(
+            "SELECT side, digest, payload FROM records WHERE run_id = ? AND step = ? AND sample_id = ?", key
         )
-        if held and bytes(held[0][0]) == content:
+        return {side: Held(bytes(found), None if payload is None else bytes(payload)) for side, found, payload in rows}
+
+    def add_record(self, key: SampleKey, side: Side, payload: bytes, held: Mapping[Side, "Held"]) -> Stored:
+        """Store a record. DUPLICATE where the same one is there; ConflictError where another one is.
+
+        held: what is stored of the sample now.
+        """
+        content = digest(payload)
+        if side in held and held[side].digest == content:
             return Stored.DUPLICATE
-        if held:
+        if side in held:
             raise ConflictError(
                 f"a different {side} record of run {key.run_id!r}, step {key.step}, sample {key.sample_id!r} is stored"
             )

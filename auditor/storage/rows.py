@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from auditor.drift import DriftSums
+from auditor.drift import NOTHING, DriftSums
 from auditor.judge import Judgement, Reference, Verdict
 from auditor.records import SampleKey
 
@@ -35,7 +35,7 @@ class Totals:
     causes: Mapping[str, int] = field(default_factory=dict)
     missing: Mapping[str, int] = field(default_factory=dict)
     weight_versions: tuple[int, int] | None = None
-    drift: DriftSums = field(default_factory=DriftSums)
+    drift: DriftSums = NOTHING
 
     def __add__(self, other: "Totals") -> "Totals":
         versions = [v for pair in (self.weight_versions, other.weight_versions) if pair for v in pair]
@@ -155,7 +155,9 @@ def _negated(counts: Mapping[str, int]) -> dict[str, int]:
 
 def _added(ours: Any, theirs: Any) -> Any:
     """Sum of two numbers, two DriftSums, or two tables of counts without the zeros."""
-    if not isinstance(ours, Mapping):
+    if not isinstance(ours, dict):
         return ours + theirs
+    if not theirs or not ours:
+        return ours or theirs
     summed = {name: ours.get(name, 0) + theirs.get(name, 0) for name in (*ours, *theirs)}
     return {name: count for name, count in summed.items() if count}

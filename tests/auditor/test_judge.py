@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from auditor.compare import ULP_EDGES, compare_logprobs, ulp_distance
+from auditor.drift import drift_sums
 from auditor.judge import Faulty, Judgement, Reference, ReferenceLogprobs, Verdict, judge_pair, judge_with_reference
 from auditor.records import Environment
+from rl_kernel.compare import compare_bits
 from rl_kernel.contract import ModelContract, Profile
 from tests.auditor.samples import CONTRACT, CONTRACTS, one_ulp_off, pair, with_logprobs
 
@@ -133,3 +135,16 @@ def test_the_histogram_has_every_number_once(values: list[tuple[float, float]]) 
     assert sum(found.ulp_counts) == len(values)
     assert found.ulp_counts[0] == len(values) - found.difference.differing
     assert len(found.ulp_counts) == len(ULP_EDGES) + 1
+
+
+@given(st.lists(st.one_of(st.floats(width=32), st.just(-0.0)), min_size=1, max_size=40), st.integers(0, 2**40 - 1))
+def test_equal_sides_are_summed_up_as_any_others(values: list[float], bits: int) -> None:
+    """The short way for equal bits says what the long way says, NaNs and infinities too."""
+    side = np.array(values, np.float32)
+    active = np.array([bits >> i & 1 for i in range(len(values))], np.bool_)
+    short = compare_logprobs(side, side.copy(), active)
+    kept = np.ascontiguousarray(side[active])
+    assert short.drift == drift_sums(side, side, active)
+    assert short.difference == compare_bits(kept, kept)
+    assert short.ulp_counts == (int((~np.isnan(kept)).sum()),) + (0,) * len(ULP_EDGES)
+    assert short.nonfinite_rollout == short.nonfinite_trainer == int((~np.isfinite(kept)).sum())

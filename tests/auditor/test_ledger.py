@@ -14,7 +14,7 @@ from auditor.errors import ArchiveError, ChainError, ConfigError, ConflictError,
 from auditor.export.board import Board
 from auditor.judge import Reference, ReferenceLogprobs, Verdict
 from auditor.pipeline import Incoming, Pipeline
-from auditor.records import SampleKey
+from auditor.records import SampleKey, Side
 from auditor.retention import Evidence, ParquetArchive, Retirement, drop, evidence_before
 from auditor.sampling import Rate
 from auditor.storage.chain import digest, verify
@@ -50,6 +50,10 @@ def pipeline(board: Board | None = None, queue: list[SampleKey] | None = None) -
     return Pipeline(known_contracts(), Rate(1.0), board or Board(), recompute)
 
 
+def add(unit: Unit, key: SampleKey, side: Side, payload: bytes) -> Stored:
+    return unit.add_record(key, side, payload, unit.held(key))
+
+
 def receive(ledger: Ledger, flow: Pipeline, *samples: int) -> list[str]:
     batch = []
     for i in samples:
@@ -66,11 +70,11 @@ def receive(ledger: Ledger, flow: Pipeline, *samples: int) -> list[str]:
 def test_a_record_is_stored_once_and_a_different_one_is_a_conflict(connect: Open) -> None:
     ledger, key = Ledger(connect(True)), SampleKey("run", 0, "a")
     with ledger.transaction() as unit:
-        assert unit.add_record(key, "rollout", b"one") is Stored.ACCEPTED
-        assert unit.add_record(key, "rollout", b"one") is Stored.DUPLICATE
+        assert add(unit, key, "rollout", b"one") is Stored.ACCEPTED
+        assert add(unit, key, "rollout", b"one") is Stored.DUPLICATE
         with pytest.raises(ConflictError, match="a different rollout record"):
-            unit.add_record(key, "rollout", b"two")
-        assert unit.add_record(key, "trainer", b"two") is Stored.ACCEPTED
+            add(unit, key, "rollout", b"two")
+        assert add(unit, key, "trainer", b"two") is Stored.ACCEPTED
     assert (unit.payload(key, "rollout"), unit.payload(key, "trainer")) == (b"one", b"two")
     ledger.close()
 
@@ -116,10 +120,10 @@ def test_a_part_that_raises_leaves_the_other_parts(connect: Open) -> None:
     ledger, key = Ledger(connect(True)), SampleKey("run", 0, "a")
     with ledger.transaction() as unit:
         with ledger.savepoint(unit):
-            unit.add_record(key, "rollout", b"kept")
+            add(unit, key, "rollout", b"kept")
             unit.count("kept")
         with pytest.raises(ZeroDivisionError), ledger.savepoint(unit):  # noqa: PT012 - all of it is undone
-            unit.add_record(key, "trainer", b"gone")
+            add(unit, key, "trainer", b"gone")
             unit.count("gone")
             1 / 0  # noqa: B018
     assert {name for name, _ in ledger.counters()} == {"kept"}
@@ -312,10 +316,10 @@ def test_a_ledger_that_fails_in_the_middle_of_a_group_stores_none_of_it_by_halve
     key, started = SampleKey("run", 5, "x"), threading.Event()
 
     def small(unit: Unit, sample: str) -> None:
-        unit.add_record(SampleKey("run", 5, sample), "rollout", b"small")
+        add(unit, SampleKey("run", 5, sample), "rollout", b"small")
 
     def too_large(unit: Unit) -> None:
-        unit.add_record(key, "rollout", bytes(1 << 20))
+        add(unit, key, "rollout", bytes(1 << 20))
 
     writer.submit(lambda unit: started.wait(5))  # so that the three that follow are one group
     database.run(f"PRAGMA max_page_count = {database.all('PRAGMA page_count')[0][0] + 40}")
