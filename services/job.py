@@ -251,7 +251,7 @@ def _shown(path: Path) -> str:
 
 
 def _gpus(config: Config, contract: ModelContract) -> tuple[float, float]:
-    """GPUs of the rollout actor and of each trainer rank; none for a CPU, and one for both where each needs only one."""
+    """GPUs of the rollout actor and of each trainer rank: none for a CPU's arithmetic; two single ones share a GPU."""
     if contract.profile.mma == "fma32":
         return 0.0, 0.0
     if config.rollout.tp_size == config.trainer.tp_size == 1:

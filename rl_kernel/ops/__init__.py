@@ -2,7 +2,10 @@
 
 import importlib
 
+import torch
+
 from rl_kernel.contract import ModelContract
+from rl_kernel.errors import PlanError
 from rl_kernel.plan import Backend, Plan
 
 OPS = (
@@ -21,6 +24,17 @@ OPS = (
 def tables() -> dict[str, tuple[Backend, ...]]:
     """Return op → its table of backends."""
     return {op: importlib.import_module(f"rl_kernel.ops.{op}").BACKENDS for op in OPS}
+
+
+def usable_device(contract: ModelContract) -> str:
+    """The device whose products have the contract's MMA model, `cpu` or `cuda`; PlanError if it is not here."""
+    mma = contract.profile.mma
+    device = next((b.device for b in tables()["gemm"] if b.serves(contract["gemm"])), None)
+    if device is None:
+        raise PlanError(f"no backend computes products by MMA model {mma}; profile portable runs on any CPU")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise PlanError(f"MMA model {mma} is a GPU's, and this process sees none; profile portable runs on any CPU")
+    return device
 
 
 def strict_plan(contract: ModelContract, device: str = "cpu") -> Plan:

@@ -20,6 +20,7 @@ from rl_kernel.environment import read_environment
 from rl_kernel.errors import EvidenceError, ModelError, ShapeError, WeightDigestError
 from rl_kernel.integrations import vllm as strict_vllm
 from rl_kernel.integrations.evidence import Evidence
+from rl_kernel.ops import usable_device
 from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.weights import weight_digest
@@ -40,8 +41,10 @@ _ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    "TORCH_COMPILE_DISABLE": "1",
 }
+_CPU_ENVIRONMENT: Final = {"TORCH_COMPILE_DISABLE": "1"}
+_GPU_ENVIRONMENT: Final = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+_GPU_SHARE: Final = 0.4  # of a GPU's memory that must be free: the trainer may live on the same one
 
 
 class RolloutEngine:
@@ -219,10 +222,12 @@ class RolloutEngine:
 
 def _start(model: Path, options: EngineOptions) -> Any:
     separate = options.own_process or options.tp_size > 1
+    device = usable_device(model_contract(options.profile, segments=options.segments))
     environment = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0"}
-    if separate:
+    environment |= _CPU_ENVIRONMENT if device == "cpu" else _GPU_ENVIRONMENT
+    if separate and device == "cpu":
         environment["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(options)
-    arguments = strict_vllm.native_engine_arguments()
+    arguments = strict_vllm.native_engine_arguments(device=device)
     with _variables(environment):
         from vllm import LLM, envs  # noqa: PLC0415 (reads the environment)
 
@@ -231,8 +236,12 @@ def _start(model: Path, options: EngineOptions) -> Any:
             strict_vllm.register()
             strict_vllm.require_plugin()
             # What is foreign is asked for below: an error of a worker's own process would arrive here as vLLM's.
-            arguments = strict_vllm.engine_arguments(profile=options.profile, segments=options.segments, enforce=False)
-        if not separate:
+            arguments = strict_vllm.engine_arguments(
+                profile=options.profile, segments=options.segments, enforce=False, device=device
+            )
+        if device != "cpu":
+            arguments |= {"gpu_memory_utilization": _GPU_SHARE}
+        elif not separate:
             _set_threads(options.threads)
         return LLM(
             str(model),

@@ -60,7 +60,7 @@ def _write(folder: Path, progress: Progress, optimizer: AdamW, layout: Layout, t
     for name, tensors in _parts(optimizer).items():
         local = list(pieces(layout, tensors))
         entries = [Entry(f"{name}.{p.name}", "F32", p.shape) for p in local]
-        arrays = (p.whole(tp).contiguous().numpy() for p in local)
+        arrays = (p.whole(tp).contiguous().cpu().numpy() for p in local)
         if tp.rank == 0:
             write_tensors(folder / f"{name}.safetensors", entries, arrays)
         else:

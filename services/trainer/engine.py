@@ -24,7 +24,7 @@ from rl_kernel.integrations.megatron.native import NativeModel
 from rl_kernel.integrations.megatron.packing import Tokens, micro_batches, pack
 from rl_kernel.integrations.megatron.parallel import join_tensor_parallel
 from rl_kernel.integrations.megatron.weights import bf16_bits, own_digest, pieces
-from rl_kernel.ops import strict_plan
+from rl_kernel.ops import strict_plan, usable_device
 from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.weights import digest_tensors
@@ -99,14 +99,16 @@ class TrainerEngine:
         torch.set_num_threads(options.threads)
         self._options, self._decoder = options, DecoderConfig.read(model)
         self._config_json = (model / "config.json").read_bytes()
-        self._tp = join_tensor_parallel(options.tp_size, options.rank, options.rendezvous)
+        contract = model_contract(options.profile, segments=options.segments)
+        device = usable_device(contract)
+        self._tp = join_tensor_parallel(options.tp_size, options.rank, options.rendezvous, device)
         self._contract: ModelContract | None = None
         self._model: StrictModel | NativeModel
         if options.numerics == "strict":
-            self._contract = model_contract(options.profile, segments=options.segments)
-            self._model = StrictModel(model, strict_plan(self._contract, "cpu"), self._tp)
+            self._contract = contract
+            self._model = StrictModel(model, strict_plan(contract, device), self._tp)
         else:
-            self._model = NativeModel(model, self._tp)
+            self._model = NativeModel(model, self._tp, device)
         self._optimizer: AdamW | None = None
         self._updates = 0
         self.load(model)
@@ -142,7 +144,7 @@ class TrainerEngine:
         with torch.no_grad():
             for run in micro_batches(samples, self._options.micro_batch_tokens):
                 part = [samples[i] for i in run]
-                found += _split(part, self._logprobs(part, temperature).numpy())
+                found += _split(part, self._logprobs(part, temperature).cpu().numpy())
         return found
 
     def score_batch(self, batch: Batch) -> list[Logprobs]:
@@ -203,7 +205,7 @@ class TrainerEngine:
         for run in micro_batches(tokens, self._options.micro_batch_tokens):
             part = [tokens[i] for i in run]
             new = self._logprobs(part, temperature)
-            values = new.detach().numpy()
+            values = new.detach().cpu().numpy()
             losses.append(self._loss([samples[i] for i in run], values, active))
             self._model.backward(new, torch.from_numpy(losses[-1].gradient))
             logprobs += _split(part, values)

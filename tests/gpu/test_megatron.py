@@ -77,12 +77,18 @@ def test_every_gradient_has_the_bits_of_the_reference_ops_on_the_cpu(name, segme
 
 
 def test_gradients_do_not_depend_on_the_cut_into_micro_batches(folders, tp):
-    from tests.integrations.megatron.cases import differing, forward_backward, samples
+    from rl_kernel.integrations.megatron.packing import Tokens
+    from tests.integrations.megatron.cases import differing, forward_backward
 
-    model = strict(folders["qwen3"], tp, 2)
-    whole = forward_backward(model, samples(331))
-    assert differing(whole[1], forward_backward(model, samples(331), [1, 2, 3])[1]) == []
-    assert differing(whole[1], forward_backward(model, samples(331)[::-1])[1]) != []
+    # A chain takes groups of 16 tokens from a call's first token on, so pieces must be whole groups (contract, gemm).
+    model, draw = strict(folders["qwen3"], tp, 2), np.random.default_rng(6)
+    tokens = [
+        Tokens(tuple(draw.integers(0, 331, n - 15).tolist()), tuple(draw.integers(0, 331, 16).tolist()))
+        for n in (16, 64, 32, 48)
+    ]
+    whole = forward_backward(model, tokens)
+    assert differing(whole[1], forward_backward(model, tokens, [1, 2, 3])[1]) == []
+    assert differing(whole[1], forward_backward(model, tokens[::-1])[1]) != []
 
 
 @pytest.mark.parametrize(("name", "segments"), [("qwen3", 2), ("llama-tied", 1), ("smollm2", 1)])

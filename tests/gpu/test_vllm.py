@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl_kernel.reference.weights import weight_digest
-from tests.gpu.engines import NEW_TOKENS, prompts, reference, run_engine
+from tests.gpu.engines import CAPTURE, NEW_TOKENS, prompts, reference, run_engine
 from tests.models import TINY_MODELS, write_tiny_model
 
 pytest.importorskip("vllm")
@@ -41,7 +41,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             ["prefix", "generate", {"prompts": asked, "new_tokens": NEW_TOKENS}],
             ["forgot", "forget", {}],
             ["alone", "generate", {"prompts": asked, "new_tokens": NEW_TOKENS, "together": False}],
-            ["prefill", "score", {"prompts": asked[:3] + asked[-1:], "responses_of": "batch"}],
+            ["prefill", "score", {"prompts": asked[:4], "responses_of": "batch"}],
             ["proof", "proof", {"prompts": [p[:40] for p in asked[:5]], "steps": 7}],
             ["pieces", "proof", {"prompts": [asked[-1][:10]], "steps": 3}],
             ["kernels", "kernels", {}],
@@ -85,7 +85,7 @@ def test_alone_a_sequence_has_the_bits_that_it_has_in_a_batch(served):
 
 
 def test_decoded_logprobs_are_those_of_a_prefill(served):
-    assert served["prefill"] == bits(served["batch"])[:3] + bits(served["batch"])[-1:]
+    assert served["prefill"] == bits(served["batch"])[:4]
 
 
 def test_every_op_of_every_step_is_counted_under_graph_replay(served):
@@ -103,6 +103,20 @@ def test_weights_are_confirmed_from_memory_and_replaced_in_place(served):
     assert served["again"] == served["batch"]
 
 
+def test_captured_graphs_hold_the_ops_kernels_and_nothing_else(served):
+    """The driver's list of what each graph launches, pieces of prefills and whole decode steps."""
+    layers = {"smollm2": 30}.get(served["name"], 2)
+    whole = [graph for graph in served["kernels"] if graph.get("attention_kernel") == layers]
+    pieces = [graph for graph in served["kernels"] if "attention_kernel" not in graph]
+    assert len(whole) >= len(CAPTURE)
+    assert len(pieces) >= len(CAPTURE) * (layers + 1)
+    for graph in whole:
+        assert graph["swiglu_kernel"] == graph["cache_write_kernel"] == layers
+        assert graph["rope_kernel"] == 2 * layers
+        assert graph["tally_kernel"] == 1
+        assert not any(name.startswith("triton_") for name in graph)
+
+
 @pytest.mark.parametrize(
     ("mutant", "message"),
     [
@@ -110,6 +124,7 @@ def test_weights_are_confirmed_from_memory_and_replaced_in_place(served):
         ("operator_replaced", "swiglu.swiglu was called 0 times, the model implies 8"),
         ("layer_left_to_vllm", "SiluAndMul) serves swiglu"),
         ("sampler_left_to_vllm", "serves linear_logp"),
+        ("kernel_between_ours", "kernel triton_poi_fused_mul"),
         ("seal_forgotten", "captured in a CUDA graph behind its last seal"),
     ],
 )

@@ -43,8 +43,16 @@ def sampler_left_to_vllm() -> None:
     gpu_worker.StrictGPUSampler = lambda runtime, vocab, **like: Sampler(**like)  # type: ignore[assignment,misc]
 
 
+def kernel_between_ours() -> None:
+    """Every op is ours and counted, and a kernel of the compiler's changes what one of them returns."""
+    from rl_kernel.integrations.vllm import layers
+
+    strict = layers.StrictSiluAndMul.forward
+    layers.StrictSiluAndMul.forward = lambda self, x: strict(self, x) * 1.5
+
+
 def seal_forgotten() -> None:
     """No op ends a captured piece: replays of what was captured would go uncounted."""
     from rl_kernel.integrations.opaque import plan
 
-    plan.OpaquePlan.seal = lambda self: None  # type: ignore[method-assign]
+    plan.OpaquePlan.seal = lambda self, *, last: None  # type: ignore[method-assign]

@@ -11,7 +11,11 @@ from triton.runtime.jit import JITFunction
 _PRODUCTS: Final = re.compile(r"nvjet|cutlass|sm90_xmma_gemm|cublas", re.IGNORECASE)
 _SPLIT_K: Final = re.compile(r"split.?k|stream.?k", re.IGNORECASE)
 # torch's kernels that copy, convert or fill, and never compute.
-_MOVES: Final = re.compile(r"direct_copy_kernel|bfloat16_copy|CatArrayBatchedCopy|FillFunctor|float8_copy|copy_device")
+_MOVES: Final = re.compile(r"direct_copy_kernel|bfloat16_copy|CatArrayBatchedCopy|FillFunctor")
+# Inductor names a kernel after what it fused; of that only a vocabulary shard's masking of ids and rows is let in.
+_MASKING: Final = re.compile(
+    r"triton_poi_fused_(_?(_to_copy|embedding|tree_all_reduce|ge|lt|bitwise_or|sub|masked_fill))+_\d+"
+)
 
 
 def strict_kernels() -> frozenset[str]:
@@ -27,4 +31,6 @@ def foreign_kernels(names: Iterable[str]) -> list[str]:
 
 
 def _allowed(name: str) -> bool:
-    return bool(_MOVES.search(name) or (_PRODUCTS.search(name) and not _SPLIT_K.search(name)))
+    return bool(
+        _MOVES.search(name) or _MASKING.fullmatch(name) or (_PRODUCTS.search(name) and not _SPLIT_K.search(name))
+    )

@@ -2,7 +2,8 @@
 
 None changes its arguments or returns one of them. Each ends with the key of the plan that serves it: a compiled graph
 keeps the key, not the plan, so that code compiled in one process finds the right backends in another, or none.
-`seal` marks the last op of a piece that may become a CUDA graph of its own (see `graph_tally`).
+`seal` marks the last op of a piece that may become a CUDA graph of its own (see `graph_tally`): RoPE of the keys comes
+before attention, where pieces are cut, and the model's last norm ends the pass.
 
 T tokens, N and K features, H heads, D head_dim, V vocabulary.
 """
@@ -24,8 +25,8 @@ class Served(Protocol):
     def serve(self, name: str) -> Callable[..., Any]:
         """The plan's function `name`, counted."""
 
-    def seal(self) -> None:
-        """A piece ends here."""
+    def seal(self, *, last: bool) -> None:
+        """A piece may end here; at the last seal the whole pass ends."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum over the plan's ranks."""
@@ -48,8 +49,8 @@ def _plan(key: str) -> Served:
 
 
 def _embedding(ids: Tensor, w: Tensor, plan: str) -> Tensor:
-    """ids[T] int64, w[V,K] bf16 → [T,K] bf16."""
-    rows: Tensor = _plan(plan).serve("embedding")(ids, w)
+    """ids[T] int64 or int32, w[V,K] bf16 → [T,K] bf16."""
+    rows: Tensor = _plan(plan).serve("embedding")(ids.long(), w)
     return rows
 
 
@@ -70,7 +71,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, eps: float, seal: bool
     served = _plan(plan)
     y, total = served.serve("add_rms_norm")(x, residual, w, eps)
     if seal:
-        served.seal()
+        served.seal(last=True)
     return y, total
 
 
@@ -79,7 +80,7 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, seal: bool, pl
     served = _plan(plan)
     y: Tensor = served.serve("rope")(x, cos, sin, positions)
     if seal:
-        served.seal()
+        served.seal(last=False)
     return y
 
 

@@ -18,13 +18,22 @@ class OpaquePlan(CountingPlan):
     """Hands out operators where the library has one, else the function itself (for code that is never compiled).
 
     The last plan made for an engine, a device and a contract serves their operators: one strict engine a process.
-    group: of torch; its ranks meet in tree_all_reduce.
+    group: of torch; its ranks meet in tree_all_reduce. in_pieces: whether a pass is now captured piece by piece, each
+    a graph of its own, rather than whole.
     """
 
     def __init__(
-        self, plan: Plan, *, engine: str, rank: int = 0, tally: Tally | None = None, group: Any = None
+        self,
+        plan: Plan,
+        *,
+        engine: str,
+        rank: int = 0,
+        tally: Tally | None = None,
+        group: Any = None,
+        in_pieces: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__(plan, engine=engine, rank=rank, tally=tally)
+        self._in_pieces = in_pieces
         self.key = f"{engine}/{plan.device}/{plan.contract.digest()[:16]}"
         self._group = group
         self._served: dict[str, Callable[..., Any]] = {}
@@ -46,9 +55,9 @@ class OpaquePlan(CountingPlan):
         except KeyError:
             raise PlanError(f"no layer of this engine was built with {name}, but compiled code calls it") from None
 
-    def seal(self) -> None:
-        """A piece that may be a CUDA graph ends here."""
-        if self._tally is not None and self._tally.recording():
+    def seal(self, *, last: bool) -> None:
+        """Count what a CUDA graph holds so far, where one ends: with the pass, or with each of its pieces."""
+        if self._tally is not None and self._tally.recording() and (last or self._in_pieces()):
             self._tally.seal()
 
     def all_reduce(self, partial: Tensor) -> Tensor:

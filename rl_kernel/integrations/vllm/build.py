@@ -4,8 +4,9 @@ import os
 from typing import Any, Final
 
 import torch
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed import get_tp_group
+from vllm.forward_context import get_forward_context
 
 from rl_kernel.contracts import model_contract
 from rl_kernel.errors import PlanError
@@ -39,8 +40,11 @@ def check_engine(config: Any) -> None:
             raise PlanError(f"{name} = {value!r} has no contract; strict mode needs {allowed[0]!r}")
 
 
-def make_runtime(config: Any, device: torch.device) -> StrictRuntime:
-    """The runtime of this worker; PlanError where the TP size does not fit or no backend serves an op."""
+def make_runtime(config: Any, device: torch.device, tally: Tally | None = None) -> StrictRuntime:
+    """The runtime of this worker; PlanError where the TP size does not fit or no backend serves an op.
+
+    tally: counts what CUDA graphs replay, where there are any.
+    """
     settings = config.additional_config["rl_kernel"]
     contract = model_contract(settings["profile"], segments=settings["segments"])
     group = get_tp_group()
@@ -48,16 +52,20 @@ def make_runtime(config: Any, device: torch.device) -> StrictRuntime:
         raise PlanError(f"tensor-parallel size {group.world_size} does not divide segments {contract.segments}")
     plan = strict_plan(contract, device.type)
     compiled = config.compilation_config.mode is not CompilationMode.NONE
-    counting = _counting(plan, device, group, opaque=compiled or device.type != "cpu")
+    counting = _opaque(plan, group, tally) if compiled or tally else _plain(plan, group)
     return StrictRuntime(counting, contract.segments, group.world_size, group.rank_in_group, group.device_group)
 
 
-def _counting(plan: Plan, device: torch.device, group: Any, *, opaque: bool) -> CountingPlan:
-    if not opaque:
-        return CountingPlan(plan, engine="vllm", rank=group.rank_in_group)
-    tally: Tally | None = None
-    if device.type != "cpu":
-        from rl_kernel.integrations.opaque.graph_tally import GraphTally  # noqa: PLC0415 (needs a GPU)
+def _plain(plan: Plan, group: Any) -> CountingPlan:
+    return CountingPlan(plan, engine="vllm", rank=group.rank_in_group)
 
-        tally = GraphTally(device)
-    return OpaquePlan(plan, engine="vllm", rank=group.rank_in_group, tally=tally, group=group.device_group)
+
+def _opaque(plan: Plan, group: Any, tally: Tally | None) -> OpaquePlan:
+    return OpaquePlan(
+        plan,
+        engine="vllm",
+        rank=group.rank_in_group,
+        tally=tally,
+        group=group.device_group,
+        in_pieces=lambda: get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE,
+    )

@@ -1,6 +1,5 @@
 """vLLM's GPU worker with strict layers: the V2 model runner, compiled or not, with CUDA graphs or without."""
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from rl_kernel.errors import PlanError
 from rl_kernel.integrations.opaque.graph_tally import GraphTally
+from rl_kernel.integrations.opaque.known_kernels import foreign_kernels
 from rl_kernel.integrations.vllm.build import check_engine, make_runtime
 from rl_kernel.integrations.vllm.gpu_sampler import StrictGPUSampler
 from rl_kernel.integrations.vllm.hooks import strict_layers
@@ -16,6 +16,9 @@ from rl_kernel.integrations.vllm.worker_calls import NativeCalls, StrictCalls
 
 class StrictGPUWorker(StrictCalls, Worker):
     """Builds its model out of strict layers and counts what serves every op, also when graphs are replayed."""
+
+    _tally: GraphTally
+    _reported: set[str]
 
     def get_model(self) -> Any:
         """The model."""
@@ -26,7 +29,8 @@ class StrictGPUWorker(StrictCalls, Worker):
         check_engine(self.vllm_config)
         if not self.use_v2_model_runner:
             raise PlanError("on GPUs strict mode needs vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
-        self._runtime = make_runtime(self.vllm_config, torch.device("cuda"))
+        self._tally, self._reported = GraphTally(torch.device("cuda")), set()
+        self._runtime = make_runtime(self.vllm_config, torch.device("cuda"), self._tally)
         with strict_layers(self._runtime):
             super().load_model(load_dummy_weights=load_dummy_weights)
         self.get_model().model.norm.seal = {"seal": True}
@@ -43,11 +47,17 @@ class StrictGPUWorker(StrictCalls, Worker):
         )
         self._look(runner.sampler, StrictGPUSampler)
 
+    def evidence(self) -> dict[str, Any]:
+        """As on every device; a kernel in a captured graph that no op of ours launches is a foreign site."""
+        for name in foreign_kernels(kernel for graph in self.graph_kernels() for kernel in graph):
+            if name not in self._reported:
+                self._reported.add(name)
+                self._runtime.plan.report_foreign("an unknown op", f"kernel {name} in a captured CUDA graph")
+        return super().evidence()
+
     def graph_kernels(self) -> list[dict[str, int]]:
-        """Of every captured piece: the driver's name of each kernel in it, and how many."""
-        tally = self._runtime.plan._tally
-        assert isinstance(tally, GraphTally)
-        return [dict(Counter(kernels)) for kernels in tally.kernels.values()]
+        """Of every captured graph: the driver's name of each kernel in it, and how many."""
+        return [dict(kernels) for kernels in self._tally.kernels.values()]
 
 
 class NativeGPUWorker(NativeCalls, Worker):

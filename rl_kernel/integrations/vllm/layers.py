@@ -129,9 +129,9 @@ class StrictVocabParallelEmbedding(VocabParallelEmbedding):
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """ids[T] → rows[T,K]."""
-        ids = input_.long()
         if self.tp_size == 1:
-            return self.quant_method.embedding(self, ids)
+            return self.quant_method.embedding(self, input_)
+        ids = input_.long()
         shard = self.shard_indices
         local = ids - shard.org_vocab_start_index
         elsewhere = (local < 0) | (local >= shard.num_org_elements)

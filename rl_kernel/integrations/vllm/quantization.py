@@ -153,8 +153,9 @@ class StrictEmbeddingMethod(QuantizeMethodBase):
         return result
 
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
-        """Ids[T] int64 → rows[T,K] bf16."""
-        result: torch.Tensor = self._embedding(input_, layer.weight)
+        """Ids[T] → rows[T,K] bf16."""
+        ids = input_.long() if self._packs else input_  # an operator converts by itself
+        result: torch.Tensor = self._embedding(ids, layer.weight)
         return result
 
 
