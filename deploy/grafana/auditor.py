@@ -86,6 +86,15 @@ def _ingest(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 stacked=True,
             )
         )
+        .with_panel(
+            lines(
+                "Failed calls and requests",
+                [Query(f"sum by (part, code) (rate(auditor_errors_total{{{_CLUSTER}}}{_RATE}))", "{{part}} {{code}}")],
+                "grpc: whole batches, http: reads, retention: evidence that could not be written away.",
+                unit="cps",
+                stacked=True,
+            )
+        )
     )
 
 

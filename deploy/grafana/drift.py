@@ -2,7 +2,7 @@
 
 from grafana_foundation_sdk.builders import dashboard
 
-from deploy.grafana.panels import AUDITOR, Query, board, distribution, lines, number
+from deploy.grafana.panels import AUDITOR, Query, board, by_step, distribution, lines, number
 
 _JUDGED = f'sum by (run_id) (auditor_records_total{{{AUDITOR}, side="trainer", outcome="accepted"}})'
 _SHARE = (
@@ -49,7 +49,7 @@ def _verdict(page: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             number(
-                "Tokens against the reference",
+                "Tokens off the reference",
                 f'(sum(auditor_mismatched_tokens_total{{{AUDITOR}, side=~"rollout|trainer"}}) or vector(0))'
                 f" and on () sum(auditor_recomputed_tokens_total{{{AUDITOR}}}) > 0",
                 "On which a side differs from the reference. No number: nothing was recomputed.",
@@ -72,6 +72,23 @@ def _verdict(page: dashboard.Dashboard) -> dashboard.Dashboard:
 def _curves(page: dashboard.Dashboard) -> dashboard.Dashboard:
     return (
         page.with_row(dashboard.Row("Strict and native, overlaid"))
+        .with_panel(
+            by_step(
+                "Mismatched tokens by step",
+                f'sum by (run_id) (auditor_mismatched_tokens_total{{{AUDITOR}, side="pair"}})'
+                f" or 0 * sum by (run_id) (auditor_compared_tokens_total{{{AUDITOR}}})",
+                "Since the run began. A strict run lies on zero; a native one climbs from its first step.",
+            )
+        )
+        .with_panel(
+            by_step(
+                "Largest |Δ log-probability| by step",
+                f"max by (run_id) (auditor_max_abs_logprob_diff{{{AUDITOR}}})",
+                "Of each step; a gap where nothing was compared.",
+                log=True,
+            )
+        )
+        .with_row(dashboard.Row("Over time"))
         .with_panel(
             lines(
                 "Mismatched tokens",
@@ -111,8 +128,14 @@ def _breakdown(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Mismatched samples by cause",
-                [Query(_by("cause", "auditor_mismatched_samples_total"), "{{cause}} {{run_id}}")],
-                samples,
+                # Not its increase: a cause is first seen with its first samples, and those would be missing.
+                [
+                    Query(
+                        f"sum by (run_id, cause) (auditor_mismatched_samples_total{{{AUDITOR}}})",
+                        "{{cause}} {{run_id}}",
+                    )
+                ],
+                "Samples since the run began.",
                 span=8,
                 stacked=True,
             )

@@ -4,10 +4,11 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, timeseries, xychart
 from grafana_foundation_sdk.models import common as common_model
 from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models import prometheus as model_prometheus
+from grafana_foundation_sdk.models import xychart as model_xychart
 from grafana_foundation_sdk.models.dashboard import DataSourceRef
 
 DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -78,13 +79,52 @@ def lines(
         .legend(common.VizLegendOptions().show_legend(True).display_mode(common_model.LegendDisplayMode.LIST))
     )
     if log:
-        scale = common.ScaleDistributionConfig().type(common_model.ScaleDistribution.SYMLOG).log(10)
-        panel = panel.scale_distribution(scale.linear_threshold(1e-9))
+        panel = panel.scale_distribution(_symlog())
     if stacked:
         panel = panel.stacking(common.StackingConfig().mode(common_model.StackingMode.NORMAL))
     for index, query in enumerate(queries):
         panel = panel.with_target(_target(query, string.ascii_uppercase[index]))
     return panel
+
+
+def by_step(title: str, metric: str, description: str, log: bool = False, span: int = 12) -> xychart.Panel:
+    """One curve a run over its own steps, so that runs of different hours lie on one another.
+
+    metric: an expression with one series a run. The value is the one that it had when the step was the last complete.
+    """
+    step = f'(count_values by (run_id) ("step", auditor_step{{{AUDITOR}}}) > bool 0)'
+    target = _target(Query(f"last_over_time((({metric}) * on (run_id) group_right () {step})[$__range:])"))
+    transformations: tuple[tuple[str, dict[str, object]], ...] = (
+        ("convertFieldType", {"conversions": [{"targetField": "step", "destinationType": "number"}], "fields": {}}),
+        ("organize", {"excludeByName": {"Time": True}, "indexByName": {"step": 0, "Value": 1, "run_id": 2}}),
+        ("sortBy", {"sort": [{"field": "step"}]}),
+        ("partitionByValues", {"fields": ["run_id"], "keepFields": False}),
+    )
+    panel = (
+        xychart.Panel()
+        .title(title)
+        .description(description)
+        .datasource(DATASOURCE)
+        .span(span)
+        .height(9)
+        .mapping(model_xychart.SeriesMapping.AUTO)
+        .show(model_xychart.XYShowMode.POINTS_AND_LINES)
+        .line_width(2)
+        .legend(common.VizLegendOptions().show_legend(True).display_mode(common_model.LegendDisplayMode.LIST))
+        .with_target(target.instant().format(model_prometheus.PromQueryFormat.TABLE))
+    )
+    for identifier, options in transformations:
+        panel = panel.with_transformation(model.DataTransformerConfig(id_val=identifier, options=options))
+    if log:
+        # Of the value only: a step is no quantity for a logarithm.
+        scale = model.DynamicConfigValue(id_val="custom.scaleDistribution", value=_symlog().build().to_json())
+        panel = panel.override_by_name("Value", [scale])
+    return panel
+
+
+def _symlog() -> common.ScaleDistributionConfig:
+    scale = common.ScaleDistributionConfig().type(common_model.ScaleDistribution.SYMLOG).log(10)
+    return scale.linear_threshold(1e-9)
 
 
 def number(

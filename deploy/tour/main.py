@@ -1,7 +1,8 @@
 """`make tour`: auditor, Prometheus, Alertmanager and a job with a fault, until the pager rings; and a look at why.
 
-Leaves in the folder that it prints: pictures of the page and of the dashboards, the alert's text, the logs. Everything
-runs on this machine and is stopped at the end.
+Afterwards the same job runs on native numerics, so that the dashboards show both runs on top of each other. Leaves in
+the folder that it prints: pictures of the page and of the dashboards, the alert's text, the logs. Everything runs on
+this machine and is stopped at the end.
 """
 
 import argparse
@@ -74,12 +75,15 @@ def _tour(out: Path, steps: int, wait: float) -> int:
             wait_until_ok(f"http://{http}/readyz", 60, check)
         # Ray's sockets live in its folder, and their paths must be short.
         with tempfile.TemporaryDirectory(prefix="tour-") as ray, _watching(out, http, Path(ray), stage) as stack:
-            job = _start_job(out, steps, grpc, http, weights, Path(ray))
-            try:
+            stale = [sys.executable, "-m", "deploy.tour.stale_rollout", "--from-version", str(CLEAN_VERSIONS + 1), "--"]
+            with _job(stale, out, _tree(out, "strict", steps, grpc, http), Path(ray)) as job:
                 began, paged = _story(job, stack, http, stage, wait)
-            finally:
-                job.terminate()
-                job.wait()
+            with stage("the same job without a fault, on native numerics"):
+                native = [sys.executable, "-m", "services.main"]
+                with _job(native, out, _tree(out, "native", steps, grpc, http), Path(ray)) as job:
+                    if (code := job.wait(wait)) != 0:
+                        raise StackError(f"the native job ended with code {code}; see native.log")
+                _until(lambda: _settled(http), wait, "the reference is behind")
             _leave(out, stack, http, paged, (began, time.time()), stage)
     print(f"\n{'seconds':>8}  stage")
     for name, seconds in stage.seconds.items():
@@ -97,26 +101,37 @@ def _watching(out: Path, http: str, ray: Path, stage: Stages) -> Iterator[Stack]
         yield stack
 
 
-def _start_job(out: Path, steps: int, grpc: str, http: str, weights: Path, ray: Path) -> subprocess.Popen[bytes]:
-    tree = {
+def _tree(out: Path, mode: str, steps: int, grpc: str, http: str) -> dict[str, Any]:
+    """The config of a job on the tiny model; both modes have the same seeds."""
+    return {
         "run": {"steps": steps, "directory": str(out / "job")},
         "model": {"path": str(write_tiny_model(out / "model"))},
+        "numerics": {"mode": mode},
         "task": {"name": "tokens", "prompts_per_step": 2, "samples_per_prompt": 4},
-        "rollout": {"max_new_tokens": 24, "max_model_len": 64, "kv_cache_mb": 16},
+        "rollout": {"max_new_tokens": 96, "max_model_len": 128, "kv_cache_mb": 16},
         "trainer": {"learning_rate": 1e-3},
-        "weights": {"directory": str(weights), "keep": steps + 2},
+        "weights": {"directory": str(out / "weights" / mode), "keep": steps + 2},
         "auditor": {"grpc": grpc, "http": f"http://{http}"},
         # With its dashboard Ray writes down where its metrics are.
         "ray": {"dashboard": True},
     }
-    config = out / "job.yaml"
+
+
+@contextmanager
+def _job(command: Sequence[str], out: Path, tree: dict[str, Any], ray: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A job as a process that ends with the block; its config and its log are left in `out`."""
+    mode = tree["numerics"]["mode"]
+    config = out / f"{mode}.yaml"
     config.write_text(yaml.safe_dump(tree), "utf-8")
-    command = [sys.executable, "-m", "deploy.tour.stale_rollout", "--from-version", str(CLEAN_VERSIONS + 1), "--"]
-    with (out / "job.log").open("wb") as output:
-        # Metrics of a job this short must come often.
-        environment = {**os.environ, "RAY_TMPDIR": str(ray), "RAY_metrics_report_interval_ms": "1000"}
-        command += ["--config", str(config)]
-        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    # Metrics of a job this short must come often.
+    environment = {**os.environ, "RAY_TMPDIR": str(ray), "RAY_metrics_report_interval_ms": "1000"}
+    with (out / f"{mode}.log").open("wb") as output:
+        job = subprocess.Popen([*command, "--config", str(config)], stdout=output, stderr=output, env=environment)
+    try:
+        yield job
+    finally:
+        job.terminate()
+        job.wait()
 
 
 def _story(
@@ -126,7 +141,7 @@ def _story(
 
     def alive(answer: Any) -> Any:
         if not answer and job.poll() is not None:
-            raise StackError(f"the job ended with code {job.returncode} before that; see job.log")
+            raise StackError(f"the job ended with code {job.returncode} before that; see strict.log")
         return answer
 
     with stage("job up (Ray, vLLM, Megatron-core) and its first step compared"):
@@ -142,7 +157,7 @@ def _story(
         )
     with stage("the reference has spoken on every mismatch, and the job has ended"):
         job.wait(wait)
-        _until(lambda: all(run["queued"] == 0 for run in _get(http, "/runs")["runs"]), wait, "the reference is behind")
+        _until(lambda: _settled(http), wait, "the reference is behind")
     return began, alerts[0]
 
 
@@ -150,16 +165,22 @@ def _leave(out: Path, stack: Stack, http: str, paged: dict[str, Any], span: tupl
     text = "\n".join(words("page", {"alerts": [paged]}))
     (out / "alert.txt").write_text(text + "\n", "utf-8")
     print(text)
-    run = _get(http, "/runs")["runs"][0]
-    causes = ", ".join(f"{cause} {count}" for cause, count in run["by_cause"].items())
-    print(f"the auditor's finding: sides {run['by_side']}, causes {causes or 'none'}")
+    strict = paged["labels"]["run_id"]
+    for run in _get(http, "/runs")["runs"]:
+        causes = ", ".join(f"{cause} {count}" for cause, count in run["by_cause"].items()) or "none"
+        print(f"the auditor's finding on {run['run_id']}: sides {run['by_side']}, causes {causes}")
     with stage("dashboards drawn"):
-        render_all(prometheus(stack.prometheus), span, out, {})
+        for path, empty in render_all(prometheus(stack.prometheus), span, out, {}).items():
+            print(f"{path.name}: nothing to show in {', '.join(empty) or 'no panel'}")
     with stage("pictures of the page taken"):
         try:
-            pictures.take(f"http://{http}", run["run_id"], _worst_sample(http, run["run_id"]), out)
+            pictures.take(f"http://{http}", strict, _worst_sample(http, strict), out)
         except (StackError, ImportError) as error:
             print(f"no pictures: {error}")
+
+
+def _settled(http: str) -> bool:
+    return all(run["queued"] == 0 for run in _get(http, "/runs")["runs"])
 
 
 def _mismatching(http: str) -> bool:

@@ -9,7 +9,7 @@ from deploy.tour.stack import StackError
 
 
 def take(http: str, run_id: str, sample: tuple[int, str] | None, out: Path) -> Sequence[Path]:
-    """The list of runs, the run, and one sample. http: base URL. StackError where there is no browser."""
+    """The list of runs, the run, and one sample, in light and in dark. http: base URL. StackError without a browser."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         raise StackError("chromium is not installed; `make ops-tools` installs it")
@@ -21,13 +21,14 @@ def take(http: str, run_id: str, sample: tuple[int, str] | None, out: Path) -> S
     taken = []
     with sync_playwright() as engine:
         browser = engine.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        for name, address in views.items():
-            page.goto(f"{http}/{address}")
-            page.reload()
-            page.locator("h1").wait_for()
-            path = out / f"{name}.png"
-            page.screenshot(path=str(path), full_page=True)
-            taken.append(path)
+        for scheme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
+            for name, address in views.items():
+                page.goto(f"{http}/{address}")
+                page.reload()
+                page.locator("h1").wait_for()
+                path = out / f"{name}-{scheme}.png"
+                page.screenshot(path=str(path), full_page=True)
+                taken.append(path)
         browser.close()
     return taken

@@ -25,8 +25,8 @@ from deploy.grafana.generate import DASHBOARDS, FOLDER, text  # noqa: E402
 from deploy.grafana.render import expand, prometheus, render_all  # noqa: E402
 
 NAMES = sorted(DASHBOARDS)
-# There is no reference in this test; the tour has one.
-RARE = ("auditor_recompute_errors_total", "auditor_recomputed_tokens_total")
+# There is no reference in this test; the tour has one. Nor does a call fail.
+RARE = ("auditor_recompute_errors_total", "auditor_recomputed_tokens_total", "auditor_errors_total")
 
 
 def committed(name: str) -> dict[str, Any]:
@@ -77,6 +77,7 @@ def test_every_expression_parses_and_every_selector_takes_the_variables(name: st
     for expression in expressions(name):
         promql.parse(expand(expression, {}, "5m"))
         assert "$Cluster" in expression
+        assert "$" not in expand(expression, {}, "5m")
 
 
 def test_a_broken_expression_would_be_found() -> None:
@@ -91,6 +92,8 @@ def test_every_expression_returns_series_from_a_real_auditor_and_a_panel_is_draw
         running_auditor(tmp_path / "auditor") as auditor,
         running_stack(tmp_path / "stack", {"auditor": [auditor.http]}) as stack,
     ):
+        while not stack.query('up{job="auditor"} == 1'):
+            time.sleep(0.1)
         began = time.time()
         client = AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "spool", queue_size=64)
         for step in range(8):
@@ -110,10 +113,17 @@ def test_every_expression_returns_series_from_a_real_auditor_and_a_panel_is_draw
                 if any(rare in expression for rare in RARE):
                     continue
                 assert stack.query(expand(expression, {"run": "run"}, "1m")), expression
+        (by_step,) = (e for e in expressions("drift") if "count_values" in e and "max_abs" in e)
+        series = stack.query(expand(by_step, {"run": "run"}, "1m"))
+        points = {int(one["metric"]["step"]): float(one["value"][1]) for one in series}
+        assert {one["metric"]["run_id"] for one in series} == {"run"}
+        assert points.keys() > {2, 4}
+        assert all((points[step] == 0) == (step < 3) for step in points), "the fault begins with step 3"
         span = (began, time.time())
         drawn = render_all(prometheus(stack.prometheus), span, tmp_path / "png", {"run": "run"})
     assert [path.name for path in drawn] == [f"dashboard-{name}.png" for name in NAMES]
     assert all(path.stat().st_size > 20_000 for path in drawn)
+    assert "Largest |Δ log-probability| by step" not in drawn[tmp_path / "png/dashboard-drift.png"]
 
 
 def bent(trainer: Any, step: int, sample: int) -> Any:

@@ -25,9 +25,20 @@ def test_the_tour_ends_with_a_page_pictures_and_the_cause(tmp_path: Path) -> Non
     (folder,) = tmp_path.iterdir()
     pictures = {path.name for path in folder.glob("*.png") if path.stat().st_size > 10_000}
     dashboards = {"dashboard-auditor.png", "dashboard-drift.png", "dashboard-rl_job.png"}
-    assert pictures == dashboards | {"page-runs.png", "page-run.png", "page-sample.png"}
+    views = {f"page-{view}-{scheme}.png" for view in ("runs", "run", "sample") for scheme in ("light", "dark")}
+    assert pictures == dashboards | views
     assert "FIRING MismatchedTokens (critical)" in (folder / "alert.txt").read_text()
     assert "stale_weights" in done.stdout
+    # The native run is beside the strict one, and every panel has something to show but for what went right.
+    assert re.search(r"finding on \S+-native: sides \{'both': \d+\}", done.stdout)
+    empty = {
+        title for titles in re.findall(r"nothing to show in (.*)", done.stdout) for title in titles.split(", ")
+    } - {"no panel"}
+    assert empty <= {
+        "Samples that could not be recomputed",
+        "Refused records by reason",
+        "Failed calls and requests",
+    }
     rang = re.search(r"([\d.]+) s  from there until the pager rang", done.stdout)
     assert rang is not None
     assert float(rang[1]) < 15
