@@ -43,6 +43,7 @@ WORKDIR /prometheus
 ENTRYPOINT ["/bin/prometheus"]
 FROM python AS alertmanager
 COPY prometheus-alertmanager /bin/alertmanager
+COPY templates /usr/share/prometheus/alertmanager
 RUN install -d -o 65534 -g 65534 /alertmanager
 USER 65534
 WORKDIR /alertmanager
@@ -141,6 +142,7 @@ def _import_debian(docker: Docker) -> None:
     context.mkdir(parents=True)
     for program in _PROGRAMS:
         shutil.copy(program, context.parent)
+    shutil.copytree(_PROGRAMS[1].parents[1] / "share/prometheus/alertmanager", context.parent / "templates")
     _copy(Path("/etc/ssl/certs"), context)
     said = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings = dict(line.split("=", 1) for line in said.stdout.splitlines())
