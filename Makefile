@@ -52,13 +52,16 @@ bench: setup
 	$(BIN)/python -m tests.bench
 
 # On a machine with an H100 or H200: GPU_PYTHON has torch for CUDA, Triton 3.6, pytest-xdist, cmake and nanobind.
+# Two of them: the tree all-reduce and a model cut in two are tested and measured too.
 GPU_PYTHON ?= python3
+GPU_WORKERS ?= 8
 gpu-build:
 	$(GPU_PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 
 test-gpu: gpu-build
-	$(GPU_PYTHON) -m pytest -q -n 7 -k cuda tests/contracts/test_equal_bits.py tests/contracts/test_laws.py
-	$(GPU_PYTHON) -m pytest -q -n 8 tests/gpu
+	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) -k cuda tests/contracts/test_equal_bits.py tests/contracts/test_laws.py
+	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) --ignore-glob='*two_gpus.py' tests/gpu
+	$(GPU_PYTHON) -m pytest -q tests/gpu/test_*two_gpus.py
 
 bench-gpu: gpu-build
 	$(GPU_PYTHON) -m tests.bench.gpu_bench --json docs/results/h200-bench.json

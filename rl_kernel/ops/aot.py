@@ -161,7 +161,7 @@ def _logp() -> Iterator[Kernel]:
 def _rows() -> Iterator[Kernel]:
     norm = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32:16 i32:16 fp32"
     for residual, chunks, rows in ((False, 32, 1), (True, 5, 1), (False, 1, 4)):
-        constants = {"CHUNKS": chunks, "RESIDUAL": residual, "ROWS": rows, "EVEN": chunks != 5}
+        constants = {"CHUNKS": chunks, "RESIDUAL": residual, "ROWS": rows, "EVEN": chunks != 5, "GAINS": 8}
         yield _kernel(_NORM, "rms_norm_held_kernel", norm, 1, **constants)
     for residual, chunks, rows, warps in ((False, 64, 1, 1), (True, 64, 1, 1)):
         yield _kernel(
@@ -197,4 +197,18 @@ def _rows() -> Iterator[Kernel]:
     yield _kernel("rl_kernel.ops.triton_tree", "tree_sum_kernel", "*bf16 *fp32 i32", 4, RANKS=8, BLOCK=1024, FP32=False)
 
 
+def _ranks() -> Iterator[Kernel]:
+    module = "rl_kernel.ops.tree_all_reduce.triton_symmetric"
+    for ranks in (2, 8):
+        yield _kernel(
+            module, "one_shot_kernel", "*bf16 *fp32 *i64 *i32 i32:16 i32", 4,
+            RANKS=ranks, CAPACITY=32768, BLOCK=512, FP32=False,
+        )  # fmt: skip
+        yield _kernel(
+            module, "two_shot_kernel", "*bf16 *fp32 *i64 *i32 i32:16 i32:16 i32 i32", 4, 1,
+            RANKS=ranks, BLOCK=8192 // ranks, SUMS=1 << 20, RESULTS=1 << 24, FLAGS=1 << 25, FP32=False,
+        )  # fmt: skip
+
+
 KERNELS = (*_products(), *_attention(), *_logp(), *_rows())
+CUDA_KERNELS = tuple(_ranks())  # signals between GPUs in PTX; on ROCm partials are gathered

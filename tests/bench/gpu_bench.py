@@ -40,7 +40,7 @@ class Row:
 
 def measure(*sides: list[Op], replays: int = 15) -> list[float]:
     """Median microseconds a call of each side; their CUDA graphs are replayed in turn, at the same clocks."""
-    graphs = [_captured(calls) for calls in sides]
+    graphs = [captured(calls) for calls in sides]
     times: list[list[float]] = [[] for _ in sides]
     for _ in range(replays):
         for graph, calls, found in zip(graphs, sides, times, strict=True):
@@ -53,7 +53,8 @@ def measure(*sides: list[Op], replays: int = 15) -> list[float]:
     return [statistics.median(found) for found in times]
 
 
-def _captured(calls: list[Op]) -> torch.cuda.CUDAGraph:
+def captured(calls: list[Op]) -> torch.cuda.CUDAGraph:
+    """One graph of all calls, replayed once."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -227,6 +228,12 @@ def logp() -> Iterator[Row]:
         yield Row("linear logp", f"T={tokens}", mine, "GEMM alone, bf16 out", peer, note)
 
 
+def all_reduce() -> Iterator[Row]:
+    from tests.bench import gpu_bench_ranks
+
+    yield from gpu_bench_ranks.all_reduce()
+
+
 SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "gemm": lambda: gemm(1),
     "segments": lambda: gemm(8),
@@ -235,6 +242,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "decode": decode,
     "rows": rows,
     "logp": logp,
+    "all_reduce": all_reduce,
 }
 
 

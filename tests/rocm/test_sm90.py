@@ -2,12 +2,12 @@
 
 import pytest
 
-from rl_kernel.ops.aot import CUDA_SM90, KERNELS, Kernel
+from rl_kernel.ops.aot import CUDA_KERNELS, CUDA_SM90, KERNELS, Kernel
 from tests.rocm import mutants
 from tests.rocm.isa import compile_with, cuda_findings
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [*KERNELS, *CUDA_KERNELS], ids=lambda k: k.name)
 def test_the_ptx_is_what_the_source_writes(kernel: Kernel) -> None:
     assert cuda_findings(kernel.compile(CUDA_SM90), matrix=kernel.matrix, exp2=kernel.exp2) == []
 
