@@ -1,9 +1,14 @@
 """The product with a tree over segments on Hopper, warp-specialised: y[m,n] = tree over segments of a[m,s] b[n,s].
 
-One warp copies tiles through the bulk copy engine; two warpgroups, each with half of a 128×128 tile, run the chains.
-A chain that ends waits only for itself: the copies go on, and so does the other warpgroup. The lowest level of the tree
-waits in registers, the second in shared memory, the third, which is written and read once a tile, in the L2.
+One warp copies tiles through the bulk copy engine; warpgroups of 64 rows each run the chains. A chain that ends waits
+only for itself: the copies go on, and so does the other warpgroup. Where the tiles are too few for the device, several
+programs share one: each sums its neighbouring segments, and the upper levels of the tree join the programs.
+
+Of the sums that wait to be added, the first and third level of the tree are in registers, the second in shared memory:
+parked in the L2, which moves 6 TB/s for all multiprocessors together, each level would cost what ten steps cost.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,13 +23,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rl_kernel.errors import ShapeError
+from rl_kernel.ops import gluon_join
 from rl_kernel.ops.accelerator import multiprocessors
+from rl_kernel.ops.gluon_join import join
 from rl_kernel.ops.gluon_scalar import stored
 
-BM, BN, BK, GROUP = 128, 128, 64, 8
-STAGES = 4
+BK, GROUP = 64, 8
 SEGMENTS = (1, 2, 4, 8)
-MIN_ROWS = 384  # below, too few tiles to fill the device
+MIN_ROWS = 17  # below, the plain kernel's narrow tiles read the weight faster
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Rows and columns of a tile, copies under way, programs that share a tile. It may change speed only."""
+
+    bm: int
+    bn: int
+    stages: int
+    split: int = 1
 
 
 @gluon.jit
@@ -41,13 +58,14 @@ def origin(tile, m, n, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr):
 def copy_tiles(
     a, b, a_buffers, b_buffers, full, empty, m, n, steps,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ROWS_OF_B: gl.constexpr,
+    ROWS_OF_B: gl.constexpr, SPLIT: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """The copying warp: the tiles of this program, `steps` steps of BK each, through STAGES buffers."""
+    """The copying warp: this program's pieces of tiles, `steps` steps of BK each, through STAGES buffers."""
     count = 0
-    for tile in range(gl.program_id(0), gl.cdiv(m, BM) * gl.cdiv(n, BN), gl.num_programs(0)):
-        row, column = origin(tile, m, n, BM, BN, GROUP)
-        for step in range(steps):
+    for unit in range(gl.program_id(0), gl.cdiv(m, BM) * gl.cdiv(n, BN) * SPLIT, gl.num_programs(0)):
+        row, column = origin(unit // SPLIT, m, n, BM, BN, GROUP)
+        begin = (unit % SPLIT) * steps
+        for step in range(begin, begin + steps):
             slot, turn = count % STAGES, count // STAGES
             mbarrier.wait(empty.index(slot), (turn & 1) ^ 1)
             mbarrier.expect(full.index(slot), (BM + BN) * BK * 2)
@@ -61,88 +79,100 @@ def copy_tiles(
 
 @gluon.jit
 def _multiply(
-    y, a_buffers, b_buffers, spare, parked, full, empty, m, n, steps,
-    HALF: gl.constexpr, SEGMENTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr,
+    y, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+    HALF: gl.constexpr, SEGMENTS: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
+    """One warpgroup: rows [64 HALF, 64 HALF + 64) of the tile. `steps` are of one unit: SEGMENTS segments."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    rows: gl.constexpr = BM // 2
-    parked += (gl.program_id(0) * 2 + HALF) * rows * BN
-    parked_at = parked + gl.arange(0, rows, gl.SliceLayout(1, layout))[:, None] * BN
-    parked_at += gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
     count = 0
-    for tile in range(gl.program_id(0), gl.cdiv(m, BM) * gl.cdiv(n, BN), gl.num_programs(0)):
-        s0 = gl.zeros((rows, BN), gl.float32, layout)
-        acc = s0
+    for unit in range(gl.program_id(0), gl.cdiv(m, BM) * gl.cdiv(n, BN) * SPLIT, gl.num_programs(0)):
+        acc = gl.zeros((64, BN), gl.float32, layout)
+        s0, s2 = acc, acc
         for segment in gl.static_range(SEGMENTS):
-            acc = gl.zeros((rows, BN), gl.float32, layout)
             for step in range(steps // SEGMENTS):
                 slot = count % STAGES
                 mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-                left = a_buffers.index(slot).slice(HALF * rows, rows)
+                left = a_buffers.index(slot).slice(HALF * 64, 64)
                 if ROWS_OF_B:
                     right = b_buffers.index(slot).permute((1, 0))
                 else:
                     right = b_buffers.index(slot)
-                token = warpgroup_mma(left, right, acc, is_async=True)
+                token = warpgroup_mma(left, right, acc, use_acc=step > 0, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=1, deps=(token,))
                 # One product may still run, the one before it is done with its tiles.
                 mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=step > 0)
                 count += 1
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
-            if segment < SEGMENTS - 1 and segment % 2 == 0:
-                s0 = acc
+            # A binary counter: where a bit is set a left half waits; at the first clear bit the sum waits in turn.
             if segment % 2 == 1:
                 acc = s0 + acc
-            if segment % 4 == 1 and SEGMENTS > 2:
-                spare.index(HALF).store(acc)
             if segment % 4 == 3:
                 acc = spare.index(HALF).load(layout) + acc
-            if segment == 3 and SEGMENTS > 4:
-                gl.store(parked_at, acc)
-            if segment == 7:
-                acc = gl.load(parked_at) + acc
-        row, column = origin(tile, m, n, BM, BN, GROUP)
-        i = row + HALF * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))
+            if segment % 8 == 7:
+                acc = s2 + acc
+            if segment < SEGMENTS - 1:
+                if segment % 2 == 0:
+                    s0 = acc
+                elif segment % 4 == 1:
+                    spare.index(HALF).store(acc)
+                else:
+                    s2 = acc
+        acc, last = join(acc, parked, flags, BN, layout, HALF, BM // 64, SPLIT)
+        row, column = origin(unit // SPLIT, m, n, BM, BN, GROUP)
+        i = row + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
         j = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
         at = y + i.to(gl.int64)[:, None] * n + j[None, :]
-        gl.store(at, stored(acc, FP32), mask=(i < m)[:, None] & (j < n)[None, :])
+        gl.store(at, stored(acc, FP32), mask=((i < m) & last)[:, None] & (j < n)[None, :])
 
 
 @gluon.jit(do_not_specialize=["m"])
 def gemm_tree_kernel(
-    y, parked, a, b, m, n, steps,
-    SEGMENTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr,
+    y, parked, flags, a, b, m, n, steps,
+    SEGMENTS: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """steps: of BK summed indices, over all segments. ROWS_OF_B: b is [n,s]; otherwise [s,n].
+    """steps: of BK summed indices, in one of the SPLIT pieces of a tile. ROWS_OF_B: b is [n,s]; otherwise [s,n].
 
-    parked: fp32, BM*BN a program, where SEGMENTS is 8.
+    parked: fp32, BM*BN a program, and flags: see `gluon_join`; where programs share a tile.
     """
     a_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], a.layout)
     b_shape: gl.constexpr = [STAGES, BN, BK] if ROWS_OF_B else [STAGES, BK, BN]
     b_buffers = gl.allocate_shared_memory(gl.bfloat16, b_shape, b.layout)
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # a warp's eight rows in different banks
-    spare_rows: gl.constexpr = BM // 2 if SEGMENTS > 2 else 1
-    spare = gl.allocate_shared_memory(gl.float32, [2, spare_rows, BN], spread)
+    spare_rows: gl.constexpr = 64 if SEGMENTS > 2 else 1
+    spare = gl.allocate_shared_memory(gl.float32, [BM // 64, spare_rows, BN], spread)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=BM // 64)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply, (y, a_buffers, b_buffers, spare, parked, full, empty, m, n, steps,
-                         0, SEGMENTS, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
-            (_multiply, (y, a_buffers, b_buffers, spare, parked, full, empty, m, n, steps,
-                         1, SEGMENTS, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
-            (copy_tiles, (a, b, a_buffers, b_buffers, full, empty, m, n, steps, BM, BN, BK, STAGES, GROUP, ROWS_OF_B)),
-        ],
-        [4, 1],
-        [232, 24],
-    )  # fmt: skip
+    if BM == 128:
+        gl.warp_specialize(
+            [
+                (_multiply, (y, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+                             0, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
+                (_multiply, (y, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+                             1, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
+                (copy_tiles, (a, b, a_buffers, b_buffers, full, empty, m, n, steps,
+                              BM, BN, BK, STAGES, GROUP, ROWS_OF_B, SPLIT)),
+            ],
+            [4, 1],
+            [232, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (y, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+                             0, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
+                (copy_tiles, (a, b, a_buffers, b_buffers, full, empty, m, n, steps,
+                              BM, BN, BK, STAGES, GROUP, ROWS_OF_B, SPLIT)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
 
 
 def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> bool:
@@ -156,22 +186,42 @@ def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> 
     )
 
 
-def tree_product(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> torch.Tensor:
+def shape_for(m: int, n: int, segments: int, processors: int) -> Shape:
+    """The static table: a function of the shape and the device alone."""
+    bm, bn = (64, 64) if m <= 64 else (128, 64) if m <= 128 else (128, 128)
+    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    split = 1
+    while 2 * split <= segments and 2 * split * tiles <= processors:
+        split *= 2
+    return Shape(bm, bn, {128: 8, 192: 5, 256: 5}[bm + bn], split)
+
+
+def tree_product(
+    y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int, shape: Shape | None = None
+) -> torch.Tensor:
     """y[m,n] <- tree over segments of a[m,s] @ b[s,n]; see `serves`."""
     (m, total), n = a.shape, b.shape[1]
+    processors = multiprocessors(y.get_device())
+    shape = shape or shape_for(m, n, segments, processors)
     rows_of_b = b.stride(0) == 1
-    right, b_block = (b.t(), [BN, BK]) if rows_of_b else (b, [BK, BN])
+    right, b_block = (b.t(), [shape.bn, BK]) if rows_of_b else (b, [BK, shape.bn])
     descriptors = [
         TensorDescriptor(
             x, list(x.shape), [x.stride(0), 1], block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
         )
-        for x, block in ((a, [BM, BK]), (right, b_block))
+        for x, block in ((a, [shape.bm, BK]), (right, b_block))
     ]
-    programs = min(triton.cdiv(m, BM) * triton.cdiv(n, BN), multiprocessors(y.get_device()))
-    parked = torch.empty((programs, BM, BN), dtype=torch.float32, device=y.device) if segments == 8 else y
+    units = triton.cdiv(m, shape.bm) * triton.cdiv(n, shape.bn) * shape.split
+    programs = min(units, processors)
+    if shape.split > 1 and programs < units:
+        raise ShapeError(f"gemm: {units} programs that wait for each other; the device runs {processors} at a time")
+    inside = segments // shape.split
+    shared = shape.split > 1
+    parked = torch.empty((programs, shape.bm, shape.bn), dtype=torch.float32, device=y.device) if shared else y
+    flags = gluon_join.flags(y.device, programs, processors) if shared else y
     gemm_tree_kernel[(programs,)](
-        y, parked, *descriptors, m, n, total // BK,
-        SEGMENTS=segments, BM=BM, BN=BN, BK=BK, STAGES=STAGES, GROUP=GROUP, ROWS_OF_B=rows_of_b,
-        FP32=y.dtype == torch.float32, num_warps=4, enable_fp_fusion=False,
+        y, parked, flags, *descriptors, m, n, total // BK // shape.split,
+        SEGMENTS=inside, SPLIT=shape.split, BM=shape.bm, BN=shape.bn, BK=BK, STAGES=shape.stages, GROUP=GROUP,
+        ROWS_OF_B=rows_of_b, FP32=y.dtype == torch.float32, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return y

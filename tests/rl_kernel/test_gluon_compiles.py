@@ -37,14 +37,16 @@ def attention(dim: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
     }  # fmt: skip
 
 
-def product(segments: int, rows_of_b: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
+def product(segments: int, rows_of_b: bool, m: int = 8192) -> tuple[Any, dict[str, str], dict[str, Any]]:
     from rl_kernel.ops import gluon_matmul as op
 
-    types = {"y": "*bf16", "parked": "*fp32", "a": descriptor(op.BM, op.BK), "m": "i32", "n": "i32", "steps": "i32"}
-    types["b"] = descriptor(op.BN, op.BK) if rows_of_b else descriptor(op.BK, op.BN)
+    shape = op.shape_for(m, 4096, segments, 132)
+    types = {"y": "*bf16", "parked": "*fp32", "flags": "*i32", "m": "i32", "n": "i32", "steps": "i32"}
+    types |= {"a": descriptor(shape.bm, op.BK)}
+    types["b"] = descriptor(shape.bn, op.BK) if rows_of_b else descriptor(op.BK, shape.bn)
     return op.gemm_tree_kernel, types, {
-        "SEGMENTS": segments, "BM": op.BM, "BN": op.BN, "BK": op.BK, "STAGES": op.STAGES, "GROUP": op.GROUP,
-        "ROWS_OF_B": rows_of_b, "FP32": False,
+        "SEGMENTS": segments // shape.split, "SPLIT": shape.split, "BM": shape.bm, "BN": shape.bn, "BK": op.BK,
+        "STAGES": shape.stages, "GROUP": op.GROUP, "ROWS_OF_B": rows_of_b, "FP32": False,
     }  # fmt: skip
 
 
@@ -67,6 +69,9 @@ CASES = {
     "product-2": lambda: product(2, True),
     "product-8": lambda: product(8, True),
     "product-8-dx": lambda: product(8, False),
+    "product-8-few": lambda: product(8, True, 64),
+    "product-8-few-dx": lambda: product(8, False, 64),
+    "product-8-shared": lambda: product(8, True, 256),
     "head": lambda: head(False),
 }
 

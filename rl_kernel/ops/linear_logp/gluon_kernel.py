@@ -112,7 +112,7 @@ def linear_stats_kernel(
             (_multiply, (m, s, z_target, target, temperature, a_buffers, b_buffers, full, empty, tokens, width, steps,
                          vocab_start, vocab, tiles, token_stride, tile_stride, 1, BM, BN, STAGES, GROUP, HEATED)),
             (copy_tiles, (h, w, a_buffers, b_buffers, full, empty, tokens, width, steps,
-                          BM, BN, BK, STAGES, GROUP, True)),
+                          BM, BN, BK, STAGES, GROUP, True, 1)),
         ],
         [4, 1],
         [232, 24],
