@@ -251,7 +251,9 @@ def launch_for(tokens: int, sequences: int, group: int, dim: int, keys: int, pag
     """The static launch table. keys: the most that a sequence of this call can have."""
     few = tokens * group <= 16 * sequences
     if paged and few and tokens <= 1024:
-        return Launch(max(16, triton.next_power_of_2(group)), group, 2, 5 if dim <= 128 else 2, keys > KV_PARTIAL)
+        # Few programs: what counts is how soon each is done; many: how many fit beside each other.
+        warps = 4 if sequences * triton.cdiv(keys, KV_PARTIAL) <= 16 else 2
+        return Launch(max(16, triton.next_power_of_2(group)), group, warps, 5 if dim <= 128 else 2, keys > KV_PARTIAL)
     return Launch(128, 1, 8, 2 if dim > 128 else 3, False)
 
 

@@ -14,6 +14,10 @@ from rl_kernel.ops.triton_scalar import canonical, narrow, round_bf16, tree
 LANES = tl.constexpr(128)
 UNROLL = 4  # chunks whose loads are in flight together
 HELD = 40  # chunks that fit into the registers of one warp
+FEW = 264  # rows: two for every multiprocessor
+# From how many rows on: warps of a row in registers, and chunks whose gains are loaded at a time. Measured on an H200.
+SOME_WARPS, SOME_GAINS = 1, 8
+MANY, MANY_WARPS, MANY_GAINS = 4096, 1, 8
 
 
 @triton.jit
@@ -59,11 +63,24 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def _gains(w, lane, n, FIRST: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Gains of the chunks FIRST to FIRST + COUNT - 1, all loads in flight together."""
+    gains = ()
+    for c in tl.static_range(FIRST, FIRST + COUNT):
+        gains = gains + (tl.load(w + c * LANES + lane, mask=EVEN | (c * LANES + lane < n), other=0.0),)
+    return gains
+
+
+@triton.jit
 def rms_norm_held_kernel(
     y, new_residual, x, residual, w, rows, inner, stride, n, eps,
-    CHUNKS: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    CHUNKS: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, GAINS: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """As rms_norm_kernel, for rows short enough to stay in registers: read once, all loads in flight together."""
+    """As rms_norm_kernel, for rows short enough to stay in registers: read once, all loads in flight together.
+
+    GAINS: chunks whose gains are loaded at a time, since no load may move before a store: as many as the row has, and
+    they travel with the row; fewer leave registers to more rows.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     at = row.to(tl.int64)[:, None] * n + lane[None, :]
@@ -76,6 +93,9 @@ def rms_norm_held_kernel(
             other = tl.load(residual + at + c * LANES, mask=here, other=0.0)
             value = narrow(value.to(tl.float32) + other.to(tl.float32))
         values = values + (value,)
+    gains = ()
+    if GAINS >= CHUNKS:
+        gains = _gains(w, lane, n, 0, CHUNKS, EVEN)
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     for c in tl.static_range(CHUNKS):
         value = values[c].to(tl.float32)
@@ -85,8 +105,10 @@ def rms_norm_held_kernel(
             tl.store(new_residual + at + c * LANES, values[c], mask=here)
     r = _rstd(lanes, n, eps)[:, None]
     for c in tl.static_range(CHUNKS):
+        if GAINS < CHUNKS and c % GAINS == 0:
+            gains = _gains(w, lane, n, c, min(GAINS, CHUNKS - c), EVEN)
         here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
-        gain = tl.load(w + c * LANES + lane, mask=EVEN | (c * LANES + lane < n), other=0.0).to(tl.float32)[None, :]
+        gain = gains[c % GAINS].to(tl.float32)[None, :]  # type: ignore[var-annotated]
         tl.store(y + at + c * LANES, narrow(round_bf16(values[c].to(tl.float32) * r) * gain), mask=here)
 
 
@@ -145,12 +167,14 @@ def rms_norm_dw_kernel(
     tl.store(dw + column, canonical(total), mask=here)
 
 
-def _launch(rows: int, n: int) -> tuple[int, int, int]:
-    """Chunks of 128 features, rows a program, warps: a function of the shape alone."""
+def _launch(rows: int, n: int) -> tuple[int, int, int, int]:
+    """Chunks of 128 features, rows a program, warps, chunks whose gains are loaded at a time; by the shape alone."""
     chunks = triton.cdiv(n, 128)
-    if rows <= 264:
-        return chunks, 1, 4 if chunks > 8 else 1
-    return (chunks, 4, 1) if chunks == 1 else (chunks, 1, 1)
+    if rows <= FEW:
+        return chunks, 1, 4 if chunks > 8 else 1, chunks
+    if chunks <= 8:
+        return chunks, 4 if chunks == 1 else 1, 1, chunks
+    return (chunks, 1, SOME_WARPS, SOME_GAINS) if rows < MANY else (chunks, 1, MANY_WARPS, MANY_GAINS)
 
 
 def _normalise(
@@ -158,12 +182,12 @@ def _normalise(
     rows: int, inner: int, stride: int, eps: float, *, add: bool,
 ) -> None:  # fmt: skip
     n = w.shape[0]
-    chunks, per_program, warps = _launch(rows, n)
+    chunks, per_program, warps, gains = _launch(rows, n)
     common = {"CHUNKS": chunks, "RESIDUAL": add, "ROWS": per_program, "EVEN": n % 128 == 0}
     common |= {"num_warps": warps, "enable_fp_fusion": False}
     arguments = (y, new_residual, x, residual, w, rows, inner, stride, n, eps)
     if chunks <= HELD:
-        rms_norm_held_kernel[(triton.cdiv(rows, per_program),)](*arguments, **common)
+        rms_norm_held_kernel[(triton.cdiv(rows, per_program),)](*arguments, GAINS=gains, **common)
     else:
         rms_norm_kernel[(triton.cdiv(rows, per_program),)](*arguments, UNROLL=UNROLL, **common)
 
@@ -219,7 +243,8 @@ def rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, eps: f
     if not rows:
         return dx
     rstd = torch.empty(rows, dtype=F32, device=x.device)
-    chunks, per_program, warps = _launch(rows, n)
+    chunks, per_program, _, _ = _launch(rows, n)
+    warps = 4 if rows <= FEW and chunks > 8 else 1
     rms_norm_dx_kernel[(triton.cdiv(rows, per_program),)](
         dx, rstd, dy, x, w, rows, inner, dy_stride, x_stride, n, eps,
         CHUNKS=chunks, ROWS=per_program, UNROLL=UNROLL, EVEN=n % 128 == 0, num_warps=warps, enable_fp_fusion=False,
