@@ -1,4 +1,4 @@
-"""The matrix products compiled for an MI350X: what stands between them and a contract."""
+"""Every kernel compiled for an MI350X, and what stands between its products and a contract. None of it was run."""
 
 import pytest
 from triton.backends.compiler import GPUTarget
@@ -24,6 +24,11 @@ def test_products_compile_to_instructions_that_have_no_mma_model(kernel: Kernel)
     permuted = [f for f in findings if "k is not summed in order" in f]
     assert [f for f in findings if f not in permuted] == []
     assert bool(permuted) == (kernel.function in _PERMUTED)
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if not k.matrix], ids=lambda k: k.name)
+def test_kernels_without_products_compile_to_what_their_source_writes(kernel: Kernel) -> None:
+    assert amd_findings(kernel.compile(HIP_GFX950), matrix=False, allowed=GFX950) == []
 
 
 def test_no_contract_claims_to_know_cdna4() -> None:
