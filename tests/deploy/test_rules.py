@@ -61,7 +61,12 @@ def test_every_alert_has_a_severity_a_summary_a_runbook_and_both_tests(alert: st
 @pytest.mark.slow
 @pytest.mark.parametrize("alert", ALERTS)
 def test_the_tests_reject_an_alert_that_never_fires_and_one_that_always_does(alert: str, tmp_path: Path) -> None:
-    shutil.copy(FOLDER / "rules_test.yml", tmp_path)
+    # Only the alert's own tests: all of them would take a minute.
+    tests = yaml.safe_load((FOLDER / "rules_test.yml").read_text())
+    tests["tests"] = [test for test in tests["tests"] if re.search(rf"\b{alert} (fires|is silent)", test["name"])]
+    (tmp_path / "rules_test.yml").write_text(yaml.safe_dump(tests))
+    shutil.copy(FOLDER / "rules.yml", tmp_path)
+    assert promtool("test", "rules", str(tmp_path / "rules_test.yml")).returncode == 0
     for mutant in ("vector(0) > 1", "vector(1)"):
         if alert == "Watchdog" and mutant == "vector(1)":
             continue
