@@ -7,7 +7,6 @@ GPUs; test_two_gpus.py has the real thing for two.
 import pytest
 import torch
 
-from rl_kernel.errors import ShapeError
 from rl_kernel.reference import ops as law
 from tests.contracts.subjects import to_numpy
 from tests.gpu.tensors import same_as_reference
@@ -91,14 +90,3 @@ def test_every_rank_gets_the_reference_tree(count: int, dtype: torch.dtype) -> N
         expected = law.narrow(total) if dtype == torch.bfloat16 else law.canonical(total)
         for rank in range(count):
             same_as_reference(y[rank], expected, f"{n} values, rank {rank} of {count}, one shot: {one_shot}")
-
-
-def test_a_number_of_ranks_without_a_balanced_tree_is_refused() -> None:
-    from rl_kernel.ops.tree_all_reduce.triton_kernel import check_ranks
-
-    for ranks in (1, 2, 4, 64):
-        check_ranks(ranks)
-    with pytest.raises(ShapeError, match=r"3 ranks; a balanced tree has a power of two up to 64, .* below is 2"):
-        check_ranks(3)
-    with pytest.raises(ShapeError, match=r"128 ranks; .* nearest below is 64"):
-        check_ranks(128)
