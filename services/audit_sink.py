@@ -23,7 +23,7 @@ UNKNOWN_WEIGHTS = WeightVersion(-1, "", Path())
 
 @dataclass(frozen=True, slots=True)
 class AuditTarget:
-    """Where records go. run_id: of the run. spool: folder that both sides share.
+    """Where records go. run_id: of the run. spool: a folder for each side's own waiting records is made in it.
 
     contract: what the run is measured against. A native engine follows none; its records name this one all the same,
     so that the auditor can say how far each side is from it instead of declining to compare.
@@ -43,9 +43,9 @@ class AuditSink:
         self._client = AuditClient(
             target.access.grpc,
             target.run_id,
-            spool_dir=target.spool,
+            spool_dir=target.spool / facts.engine_id,
             queue_size=target.queue_size,
-            token=target.access.token(),
+            token=target.access.token,
             credentials=target.access.credentials(),
         )
         self._run_id = target.run_id

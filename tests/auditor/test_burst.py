@@ -1,0 +1,41 @@
+"""A step of many samples arrives at once: more than the queue holds, faster than anything can be sent."""
+
+import threading
+from pathlib import Path
+
+from auditor.client import AuditClient
+from tests.auditor.processes import running_auditor
+from tests.auditor.samples import pair
+
+DEFAULT_QUEUE = 4096
+BURST = 3 * DEFAULT_QUEUE
+
+
+def _submit(client: AuditClient, first: int, count: int) -> None:
+    for i in range(first, first + count):
+        client.submit_rollout(pair(str(i))[0])
+
+
+def test_a_burst_of_three_queues_loses_nothing_while_nobody_listens(tmp_path: Path) -> None:
+    client = AuditClient("127.0.0.1:9", "run", spool_dir=tmp_path)
+    threads = [threading.Thread(target=_submit, args=(client, n * BURST // 4, BURST // 4)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counts = client.counts
+    assert counts.queued <= DEFAULT_QUEUE + len(threads) * 256, "the queue is not bounded"
+    counts = client.close(timeout=1)
+    assert (counts.spooled, counts.dropped) == (BURST, 0)
+
+
+def test_what_a_burst_put_on_disk_arrives_once(tmp_path: Path) -> None:
+    client = AuditClient("127.0.0.1:9", "run", spool_dir=tmp_path / "spool", queue_size=64)
+    _submit(client, 0, 1000)
+    assert client.close(timeout=1).dropped == 0
+    with running_auditor(tmp_path / "a") as auditor:
+        with AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "spool", queue_size=64) as again:
+            _submit(again, 1000, 1000)
+            counts = again.flush(60)
+        assert (counts.accepted, counts.duplicate, counts.dropped, counts.refused) == (2000, 0, 0, 0)
+        assert auditor.get("/api/v1/runs/run")["by_verdict"] == {"pending": 2000}
