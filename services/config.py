@@ -105,7 +105,9 @@ class Trainer(Section):
 class Weights(Section):
     """How new weights reach the rollout engine and the auditor."""
 
-    directory: str = Field(default="", description="where versions are published; empty: in the run's folder")
+    directory: str = Field(
+        default="", description="where versions are published, in a folder for each run; empty: in the run's own"
+    )
     keep: int = Field(default=3, ge=2, description="versions that stay on disk in any case")
     keep_waiting: int = Field(
         default=10, ge=2, description="and at most so many while the auditor has work left on them"

@@ -112,9 +112,9 @@ def _auditor(
         wait_until_ready(access, _READY_SECONDS)
         access.require_grpc(_READY_SECONDS)
     else:
-        weights_root = _weights_root(config, folder)
-        weights_root.mkdir(parents=True, exist_ok=True)
-        arguments = ["--ledger", str(folder.path / "ledger.sqlite"), "--weights-root", str(weights_root)]
+        root = weights_root(config, folder)
+        root.mkdir(parents=True, exist_ok=True)
+        arguments = ["--ledger", str(folder.path / "ledger.sqlite"), "--weights-root", str(root)]
         arguments += ["--recompute-rate", str(config.auditor.recompute_rate)]
         ports = (config.auditor.grpc_port, config.auditor.http_port)
         own = OwnAuditor(folder.path / "auditor", arguments, *ports, restart=config.auditor.restart)
@@ -161,7 +161,7 @@ def _open(
     stack.callback(trainer.close)
     rollout.wait()
     trainer.wait()
-    store = WeightStore(_weights_root(config, folder), config.weights.keep)
+    store = WeightStore(weights_root(config, folder), config.weights.keep)
     parts = Parts(task, rollout, trainer, store)
     api = AuditorApi(access, folder.run_id)
     return Run(config, folder, start, report, api, store, rollout, trainer, parts)
@@ -259,8 +259,10 @@ def _gpus(config: Config, contract: ModelContract) -> tuple[float, float]:
     return float(config.rollout.tp_size), 1.0
 
 
-def _weights_root(config: Config, folder: RunFolder) -> Path:
-    return Path(config.weights.directory).resolve() if config.weights.directory else folder.path / "weights"
+def weights_root(config: Config, folder: RunFolder) -> Path:
+    """A folder of this run's own also where runs share a disk: each counts its versions from one."""
+    shared = config.weights.directory
+    return Path(shared).resolve() / folder.run_id if shared else folder.path / "weights"
 
 
 def make_rollout(config: Config, model: Path) -> RolloutEngine:

@@ -110,7 +110,7 @@ def _tree(out: Path, mode: str, steps: int, grpc: str, http: str) -> dict[str, A
         "task": {"name": "tokens", "prompts_per_step": 2, "samples_per_prompt": 4},
         "rollout": {"max_new_tokens": 96, "max_model_len": 128, "kv_cache_mb": 16},
         "trainer": {"learning_rate": 1e-3},
-        "weights": {"directory": str(out / "weights" / mode), "keep": steps + 2},
+        "weights": {"directory": str(out / "weights"), "keep": steps + 2},
         "auditor": {"grpc": grpc, "http": f"http://{http}"},
         # With its dashboard Ray writes down where its metrics are.
         "ray": {"dashboard": True},

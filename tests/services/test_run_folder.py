@@ -4,6 +4,7 @@ import pytest
 
 from services.config import build_config, load_config
 from services.errors import CheckpointError
+from services.job import weights_root
 from services.run_folder import Checkpoint, RunFolder
 
 
@@ -65,3 +66,11 @@ def test_a_checkpoint_that_cannot_be_read_is_named(config):
     (checkpoint.folder / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="step000002 cannot be read"):
         folder.newest_checkpoint()
+
+
+def test_runs_that_share_a_disk_for_weights_do_not_share_a_folder(config, tmp_path):
+    shared = config.model_copy(update={"weights": config.weights.model_copy(update={"directory": str(tmp_path)})})
+    first, second = RunFolder.create(config), RunFolder.create(config)
+    assert weights_root(shared, first) == tmp_path / first.run_id
+    assert weights_root(shared, second) == tmp_path / second.run_id
+    assert weights_root(config, first) == first.path / "weights"
