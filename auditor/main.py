@@ -23,7 +23,7 @@ import uvicorn
 from auditor.clock import SteadyClock
 from auditor.config import Config, load_config, split_address, store_access, tls_files, weights_place
 from auditor.contracts import known_contracts
-from auditor.errors import AuditorError, ConfigError, RecomputeError
+from auditor.errors import AuditorError, ConfigError, LedgerError, RecomputeError
 from auditor.export.api import Facts, make_api
 from auditor.export.board import Board
 from auditor.export.metrics import Live, Metrics
@@ -46,6 +46,7 @@ from auditor.workers import find
 from auditor.writer import Writer
 
 log = logging.getLogger("auditor")
+_LEDGER_PAUSE_S = 0.5
 
 
 class Auditor:
@@ -53,6 +54,7 @@ class Auditor:
 
     def __init__(self, config: Config) -> None:
         self._parts = ExitStack()
+        self._stopping = threading.Event()
         try:
             self._start(config)
         except BaseException:
@@ -111,6 +113,7 @@ class Auditor:
 
     def close(self) -> None:
         """Stop taking records, write what was taken, let go of everything. In reverse order of the start."""
+        self._stopping.set()
         self._parts.close()
 
     def _recover(self) -> None:
@@ -166,8 +169,16 @@ class Auditor:
 
     def _conclude(self, key: SampleKey, outcome: ReferenceLogprobs | RecomputeError, seconds: float) -> None:
         self._metrics.recompute_seconds.observe(seconds)
-        future = self._writer.submit(lambda unit: self._pipeline.conclude(unit, key, outcome), block=True)
-        future.add_done_callback(lambda done: _report(key, done.exception()))
+        while not self._stopping.is_set():
+            future = self._writer.submit(lambda unit: self._pipeline.conclude(unit, key, outcome), block=True)
+            try:
+                return future.result()
+            except LedgerError:
+                self._stopping.wait(_LEDGER_PAUSE_S)  # said again it changes nothing, where it was written after all
+            except Exception:
+                log.exception("the reference's word on %s was not recorded; it is asked again at the next start", key)
+                return None
+        return None
 
     def _start_http(self, api: Any, address: str, tls: TlsFiles | None) -> str:
         """Serve in a thread; returns the bound host:port."""
@@ -284,11 +295,6 @@ def _write_ports(path: Path, addresses: dict[str, str]) -> None:
         draft.rename(path)
     except OSError as error:
         raise ConfigError(f"ports_file {path}: {error.strerror}") from None
-
-
-def _report(key: SampleKey, error: BaseException | None) -> None:
-    if error is not None:
-        log.error("the reference's word on %s was not recorded and is asked again at the next start: %s", key, error)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from auditor.codec import encode
-from auditor.errors import RecomputeError
+from auditor.errors import LedgerError, RecomputeError
 from auditor.judge import ReferenceLogprobs
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
 from auditor.weights_place import WeightsPlace
@@ -22,9 +22,14 @@ from auditor.workers import Hire, Worker
 log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _STEPS_REMEMBERED = 10_000
+_LEDGER_PAUSE_S = 0.5
 
 Load = Callable[[SampleKey], tuple[RolloutRecord, TrainerRecord]]
 Conclude = Callable[[SampleKey, ReferenceLogprobs | RecomputeError, float], None]
+
+
+class _Closing(Exception):
+    """The pool is closed while a sample is worked on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class RecomputePool:
     hire: makes a worker; workers: how many.
     diagnosis: how much may be spent on causes.
     load: fetches a sample's two records from the ledger, so that what waits costs a key and no arrays.
-    conclude: is told the outcome and the seconds that it took; called from the pool's threads.
+    conclude: is told the outcome and the seconds that it took; called from the pool's threads, which wait for it.
     """
 
     def __init__(
@@ -104,8 +109,10 @@ class RecomputePool:
             for _ in range(_ATTEMPTS):
                 worker = worker or self._start()
                 try:
-                    outcome = self._ask(worker, key)
+                    outcome = self._ask(worker, key, self._loaded(key))
                     break
+                except _Closing:
+                    return
                 except RecomputeError as error:
                     outcome = error
                     break
@@ -126,8 +133,23 @@ class RecomputePool:
                 self._changed.wait()
             return None if self._closing else heapq.heappop(self._heap)[3]
 
-    def _ask(self, worker: Worker, key: SampleKey) -> ReferenceLogprobs:
-        rollout, trainer = (encode(record) for record in self._load(key))
+    def _loaded(self, key: SampleKey) -> tuple[bytes, bytes]:
+        """The sample's records; a ledger that is away is waited for."""
+        said = False
+        while not self._closing:
+            try:
+                rollout, trainer = self._load(key)
+                return encode(rollout), encode(trainer)
+            except LedgerError as error:
+                if not said:
+                    log.warning("the reference waits for the ledger: %s", error)
+                said = True
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, _LEDGER_PAUSE_S)
+        raise _Closing
+
+    def _ask(self, worker: Worker, key: SampleKey, records: tuple[bytes, bytes]) -> ReferenceLogprobs:
+        rollout, trainer = records
         name = (key.run_id, key.step)
         diagnose = self._diagnosed[name] < self._diagnosis.samples_per_step
         job = {"rollout_bytes": len(rollout), "diagnose": self._diagnosis.seconds if diagnose else 0.0}
