@@ -150,16 +150,17 @@ def test_records_of_a_job_whose_token_is_wrong_wait_until_it_is_right_and_hold_u
         assert early.close(2).spooled == 2
         held = tmp_path / "held"
         held.write_text("two")
-        with AuditClient(auditor.grpc, "b", spool_dir=spool, token=held.read_text) as other:
-            for record in pair("0", run_id="b"):
-                (other.submit_rollout if record.side == "rollout" else other.submit_trainer)(record)  # type: ignore[arg-type]
-            counts = other.flush(5)
-            assert (counts.accepted, counts.spooled) == (2, 2)
-            write(tokens, entry("b", "three", "b"))
-            held.write_text("three")
-            for record in pair("1", run_id="b"):
-                (other.submit_rollout if record.side == "rollout" else other.submit_trainer)(record)  # type: ignore[arg-type]
-            assert other.flush(2).accepted == 4, "a rotated token is taken up by a client that runs"
+        other = AuditClient(auditor.grpc, "b", spool_dir=spool, token=held.read_text)
+        for record in pair("0", run_id="b"):
+            (other.submit_rollout if record.side == "rollout" else other.submit_trainer)(record)  # type: ignore[arg-type]
+        counts = other.flush(2)
+        assert (counts.accepted, counts.spooled) == (2, 2)
+        write(tokens, entry("b", "three", "b"))
+        held.write_text("three")
+        for record in pair("1", run_id="b"):
+            (other.submit_rollout if record.side == "rollout" else other.submit_trainer)(record)  # type: ignore[arg-type]
+        assert other.flush(2).accepted == 4, "a rotated token is taken up by a client that runs"
+        other.close(0.5)
         write(tokens, entry("a", "two", "a"))
         with AuditClient(auditor.grpc, "a", spool_dir=spool, token="two") as late:
             assert late.flush(10).accepted == 2

@@ -119,6 +119,24 @@ def test_a_runs_capsules_are_listed_with_their_samples_and_saved_from_the_list(
     assert from_bytes((tmp_path / "capsule").read_bytes()).judgement.differing == 3
 
 
+def test_capsules_are_listed_lead_to_their_sample_and_are_saved(auditor: AuditorProcess, tmp_path: Path) -> None:
+    with browser() as page:
+        page.goto(f"http://{auditor.http}/#/run/run%401%3Aa%2Bb")
+        page.get_by_role("heading", name="Capsules").wait_for()
+        with page.expect_download() as download:
+            page.get_by_role("button", name=f"Save the capsule of sample 1, step {WRONG_STEP}").click()
+        download.value.save_as(tmp_path / "capsule")
+        assert from_bytes((tmp_path / "capsule").read_bytes()).key == ("run@1:a+b", WRONG_STEP, "1")
+        page.get_by_role("link", name=f"step {WRONG_STEP}, 1").click()
+        page.get_by_role("heading", name=f"Sample 1, step {WRONG_STEP}").wait_for()
+        page.goto(f"http://{auditor.http}/#/run/run%401%3Aa%2Bb/capsules")
+        page.get_by_role("heading", name="Capsules of run run@1:a+b").wait_for()
+        shoot(page, "capsules")
+        assert page.get_by_role("button", name="Save the capsule").count() == 1
+        page.get_by_role("link", name="run@1:a+b").click()
+        page.get_by_role("heading", name="Run run@1:a+b").wait_for()
+
+
 def test_what_a_record_says_is_text_and_never_markup(auditor: AuditorProcess) -> None:
     with browser() as page:
         page.goto(f"http://{auditor.http}/#/run/run%401%3Aa%2Bb/sample/{WRONG_STEP}/3")
@@ -154,7 +172,12 @@ def test_everything_is_reached_and_said_by_the_keyboard(auditor: AuditorProcess)
 
 def test_a_screen_reader_finds_landmarks_names_and_headings_in_order(auditor: AuditorProcess) -> None:
     with browser() as page:
-        for address in ("", "#/run/run%401%3Aa%2Bb", f"#/run/run%401%3Aa%2Bb/sample/{WRONG_STEP}/1"):
+        for address in (
+            "",
+            "#/run/run%401%3Aa%2Bb",
+            "#/run/run%401%3Aa%2Bb/capsules",
+            f"#/run/run%401%3Aa%2Bb/sample/{WRONG_STEP}/1",
+        ):
             page.goto(f"http://{auditor.http}/{address}")
             page.locator("h1").wait_for()
             assert page.get_by_role("main").count() == 1
