@@ -29,4 +29,5 @@ def test_two_gpus_give_the_bits_of_one_and_of_the_reference_decoder(name, tmp_pa
     assert two["loaded"] == [weight_digest(folder), None]
     answers = [ids for ids, _ in two["batch"]]
     assert [logprobs for _, logprobs in two["batch"]] == reference(folder, asked, answers, segments=2)
-    assert two["proof"]["tree_all_reduce.tree_all_reduce"] == 7 * (2 * 2 + 1)
+    calls, layers = two["proof"], 2
+    assert calls["tree_all_reduce.tree_all_reduce"] == (2 * layers + 1) * calls["embedding.embedding"] > 0

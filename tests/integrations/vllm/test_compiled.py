@@ -7,6 +7,7 @@ from vllm import LLM, SamplingParams
 from rl_kernel.errors import EvidenceError
 from rl_kernel.integrations.evidence import Evidence
 from rl_kernel.integrations.vllm import engine_arguments, layers, register
+from rl_kernel.reference.weights import weight_digest
 from tests.integrations.vllm.requests import TEMPERATURE, prompts, reference_bits
 
 
@@ -15,16 +16,23 @@ def compiled(monkeypatch, models):
     """Build engines whose model vLLM compiles; `backend` does not change what dynamo must understand."""
     engines = []
 
-    def make(name: str, backend: str = "eager") -> LLM:
+    def make(name: str, backend: str = "eager", tp_size: int = 1) -> LLM:
         from vllm import envs
 
-        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if tp_size == 1 else "1")
+        if tp_size > 1:
+            monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(["0"] * tp_size))
         monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
         monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # no warm-up: vLLM would sample with top_p, which is refused
         monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
         envs.disable_envs_cache()
         register()
-        arguments = engine_arguments() | {"enforce_eager": False, "compilation_config": {"backend": backend}}
+        arguments = engine_arguments(segments=tp_size) | {
+            "enforce_eager": False,
+            "compilation_config": {"backend": backend},
+            "tensor_parallel_size": tp_size,
+            "distributed_executor_backend": "mp" if tp_size > 1 else None,
+        }
         engines.append(
             LLM(
                 str(models[name]),
@@ -71,6 +79,22 @@ def test_a_compiled_engine_has_the_reference_decoders_bits_and_counts_every_op(c
     assert [logprobs for _, logprobs in responses] == reference_bits(models[name], asked, responses)
     evidence = Evidence.of(engine.collective_rpc("evidence")[0])
     evidence.require(engine.collective_rpc("expected_evidence", args=(6,))[0])
+
+
+@pytest.mark.slow
+def test_two_compiled_ranks_have_the_reference_decoders_bits_and_count_every_op(compiled, models):
+    engine, asked = compiled("qwen3-tied", tp_size=2), prompts(5)
+    responses = generate(engine, asked)
+    assert [logprobs for _, logprobs in responses] == reference_bits(models["qwen3-tied"], asked, responses, segments=2)
+    assert list(engine.collective_rpc("confirm_weights")[0]) == [weight_digest(models["qwen3-tied"]), None]
+    engine.reset_prefix_cache()
+    engine.collective_rpc("reset_evidence")
+    generate(engine, asked)
+    seen = [Evidence.of(fields) for fields in engine.collective_rpc("evidence")]
+    passes = seen[0].calls()["embedding.embedding"]  # the engine's own process may begin before it has all prompts
+    expected = engine.collective_rpc("expected_evidence", args=(passes,))
+    for evidence, wanted in zip(seen, expected, strict=True):
+        evidence.require(wanted)
 
 
 def test_an_op_that_a_layer_computes_by_other_means_is_refused_after_compilation_too(compiled, monkeypatch):
