@@ -17,12 +17,15 @@ COPY pyproject.toml CMakeLists.txt README.md ./
 COPY rl_kernel rl_kernel
 COPY auditor auditor
 COPY services/__init__.py services/
+# Of pyarrow stay Parquet and the file systems; its RPC server, headers and tests are a third of it.
 RUN python3 -m venv /opt/auditor \
     && /opt/auditor/bin/pip wheel --no-cache-dir --no-deps -w /wheels . \
     && /opt/auditor/bin/pip install --no-cache-dir "$(ls /wheels/*.whl)[auditor,archive,postgres]" \
     && /opt/auditor/bin/pip uninstall -y pip setuptools \
     && /opt/auditor/bin/python -m compileall -q /opt/auditor/lib \
-    && rm -rf /opt/auditor/lib/python3*/site-packages/services /opt/auditor/lib/python3*/site-packages/rl_kernel/ops
+    && find /opt/auditor/lib \( -path '*/site-packages/services' -o -path '*/rl_kernel/ops' \
+        -o -path '*/pyarrow/include' -o -path '*/pyarrow/tests' -o -path '*/pyarrow/src' \
+        -o -path '*/pyarrow/*flight*' \) -prune -exec rm -rf {} +
 
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE}

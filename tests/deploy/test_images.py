@@ -153,6 +153,9 @@ def test_the_auditors_image_is_small_runs_as_nobody_and_judges(image: str, tmp_p
     print(f"the auditor's image: {own:.0f} MB over its base")
     assert own < 250
     assert not list((root / "opt/auditor").rglob("site-packages/torch"))
+    archive = "import pyarrow.fs as fs, pyarrow.parquet as pq; fs.S3FileSystem(anonymous=True, region='x'); print(pq)"
+    python = "/opt/auditor/bin/python"
+    assert "pyarrow.parquet" in buildah("run", "--isolation=chroot", container, "--", python, "-c", archive)
     (tmp_path / "ledger").mkdir()
     os.chown(tmp_path / "ledger", 65532, 65532)
     grpc, http = free_ports(2)
