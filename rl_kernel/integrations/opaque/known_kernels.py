@@ -8,13 +8,14 @@ from typing import Final
 from triton.runtime.jit import JITFunction
 
 # cuBLASLt's products as `gemm` calls them; a reduction over splits of K would be another sum than the contract's.
-_PRODUCTS: Final = re.compile(r"nvjet|cutlass|sm90_xmma_gemm|cublas", re.IGNORECASE)
+_PRODUCTS: Final = re.compile(r"nvjet|cutlass|xmma_gemm|s16816gemm|cublas", re.IGNORECASE)
 _SPLIT_K: Final = re.compile(r"split.?k|stream.?k", re.IGNORECASE)
-# torch's kernels that copy, convert or fill, and never compute.
-_MOVES: Final = re.compile(r"direct_copy_kernel|bfloat16_copy|CatArrayBatchedCopy|FillFunctor")
-# Inductor names a kernel after what it fused; of that only a vocabulary shard's masking of ids and rows is let in.
+# Kernels of torch and NCCL that copy, convert, fill or gather, and never compute.
+_MOVES: Final = re.compile(r"direct_copy_kernel|bfloat16_copy|CatArrayBatchedCopy|FillFunctor|nccl\w*_AllGather")
+# Inductor names a kernel after what it fused, in alphabetical order, with the operators that made its inputs. Of that
+# only a vocabulary shard's masking is let in: of ids that another rank owns, and of their rows.
 _MASKING: Final = re.compile(
-    r"triton_poi_fused_(_?(_to_copy|embedding|tree_all_reduce|ge|lt|bitwise_or|sub|masked_fill))+_\d+"
+    r"triton_poi_fused__to_copy_bitwise_or(_embedding)?_ge_lt_masked_fill_sub(_tree_all_reduce)?(_unsqueeze)?_\d+"
 )
 
 
