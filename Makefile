@@ -60,7 +60,7 @@ gpu-build:
 
 test-gpu: gpu-build
 	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) -k cuda tests/contracts/test_equal_bits.py tests/contracts/test_laws.py
-	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) --ignore-glob='*two_gpus.py' tests/gpu
+	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) --dist loadgroup --ignore-glob='*two_gpus.py' tests/gpu
 	$(GPU_PYTHON) -m pytest -q tests/gpu/test_*two_gpus.py
 
 bench-gpu: gpu-build

@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rl_kernel.contracts import model_contract
 from rl_kernel.reference.model import Decoder
@@ -16,6 +18,12 @@ from tests.gpu.vllm_process import TEMPERATURE
 
 CAPTURE = [1, 2, 4, 8, 16, 24]
 NEW_TOKENS = 6
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """A mark that skips where a package is not installed; nothing is imported to find out."""
+    missing = [name for name in packages if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 def prompts(vocab: int, count: int = 14, seed: int = 0) -> list[list[int]]:

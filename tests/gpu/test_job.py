@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.gpu.engines import needs
 from tests.models import TINY_MODELS, write_tiny_model
 
-pytest.importorskip("vllm")
-pytest.importorskip("megatron.core")
-pytest.importorskip("ray")
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs("vllm", "megatron.core", "ray")]
 STEPS, PROMPTS, SAMPLES = 3, 4, 4
 
 

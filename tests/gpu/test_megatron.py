@@ -14,12 +14,11 @@ from rl_kernel.contracts import model_contract
 from rl_kernel.errors import EvidenceError
 from rl_kernel.ops import strict_plan
 from rl_kernel.reference.model import Decoder
-from tests.gpu.engines import prompts, run_engine
+from tests.gpu.engines import needs, prompts, run_engine
 from tests.gpu.vllm_process import TEMPERATURE
 from tests.models import TINY_MODELS, write_tiny_model
 
-pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("megatron")]
+pytestmark = [pytest.mark.gpu, needs("megatron.core"), pytest.mark.xdist_group("megatron")]
 REAL = Path(os.environ.get("SMOLLM2", "models/smollm2-135m-instruct"))
 
 
@@ -91,12 +90,12 @@ def test_gradients_do_not_depend_on_the_cut_into_micro_batches(folders, tp):
     assert differing(whole[1], forward_backward(model, tokens[::-1])[1]) != []
 
 
+@needs("vllm")
 @pytest.mark.parametrize(("name", "segments"), [("qwen3", 2), ("llama-tied", 1), ("smollm2", 1)])
 def test_what_vllm_decoded_megatron_scores_to_the_bit(name, segments, folders, tp):
     from rl_kernel.integrations.megatron.packing import Tokens
     from tests.integrations.megatron.cases import score
 
-    pytest.importorskip("vllm")
     model = strict(folders[name], tp, segments)
     asked = prompts(model.layout.decoder.vocab, count=6)
     jobs = [["batch", "generate", {"prompts": asked, "new_tokens": 12}]]

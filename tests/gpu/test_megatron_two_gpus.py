@@ -9,10 +9,10 @@ import torch
 from rl_kernel.contracts import model_contract
 from rl_kernel.ops import strict_plan
 from rl_kernel.reference.weights import weight_digest
+from tests.gpu.engines import needs
 from tests.models import TINY_MODELS, write_tiny_model
 
-pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("two gpus")]
+pytestmark = [pytest.mark.gpu, needs("megatron.core"), pytest.mark.xdist_group("two gpus")]
 SEGMENTS = 2
 
 

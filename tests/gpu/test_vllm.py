@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from rl_kernel.reference.weights import weight_digest
-from tests.gpu.engines import CAPTURE, NEW_TOKENS, prompts, reference, run_engine
+from tests.gpu.engines import CAPTURE, NEW_TOKENS, needs, prompts, reference, run_engine
 from tests.models import TINY_MODELS, write_tiny_model
 
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs("vllm")]
 REAL = os.environ.get("SMOLLM2", "models/smollm2-135m-instruct")
 MODELS = ["llama", "qwen3-tied", "smollm2"]
 SEGMENTS = {"llama": 1, "qwen3-tied": 2, "smollm2": 1}

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from rl_kernel.reference.weights import weight_digest
-from tests.gpu.engines import NEW_TOKENS, prompts, reference, run_engine
+from tests.gpu.engines import NEW_TOKENS, needs, prompts, reference, run_engine
 from tests.models import TINY_MODELS, write_tiny_model
 
-pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("two gpus")]
+pytestmark = [pytest.mark.gpu, needs("vllm"), pytest.mark.xdist_group("two gpus")]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-tied"])
