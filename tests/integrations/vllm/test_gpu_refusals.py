@@ -1,0 +1,42 @@
+"""What a GPU engine refuses can be asked without a GPU: more than a temperature, settings without a contract."""
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from rl_kernel.errors import PlanError
+from rl_kernel.integrations.vllm import engine_arguments, register
+from rl_kernel.integrations.vllm.gpu_sampler import refuse
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 5}, "top_k"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"presence_penalty": 0.5}, "penalties"),
+        ({"repetition_penalty": 1.1}, "penalties"),
+        ({"min_tokens": 2, "max_tokens": 4}, "min_tokens"),
+        ({"logit_bias": {1: 2.0}}, "logit_bias"),
+        ({"allowed_token_ids": [1, 2]}, "allowed_token_ids"),
+        ({"logprobs": -1}, "logprobs=-1"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+def test_a_request_for_more_than_a_temperature_is_refused(asked, named):
+    with pytest.raises(PlanError, match=f"^{named} "):
+        refuse(SamplingParams(**asked))
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.0}, {"temperature": 0.7, "seed": 3, "logprobs": 5}])
+def test_a_temperature_is_served(asked):
+    refuse(SamplingParams(**asked))
+
+
+def test_vllms_own_batch_invariance_beside_ours_is_refused(models, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    register()
+    with pytest.raises(PlanError, match="VLLM_BATCH_INVARIANT = '1' has no contract; strict mode needs '0'"):
+        LLM(str(models["llama"]), skip_tokenizer_init=True, kv_cache_memory_bytes=2**24, max_model_len=64,
+            **engine_arguments())  # fmt: skip
