@@ -171,13 +171,16 @@ def _lines(axes: Axes, panel: Mapping[str, Any], found: Found, span: tuple[float
     times = sorted({float(moment) for _, _, values in found for moment, _ in values})
     at = np.array(times) - span[0]
     base = np.zeros(len(times))
-    for name, _labels, values in found:
+    # One curve a run: a run has its colour in every panel.
+    runs = sorted({labels.get("run_id", "") for _, labels, _ in found})
+    for name, labels, values in found:
         given = {float(moment): float(value) for moment, value in values}
         height = np.array([given.get(moment, np.nan) for moment in times])
         if stacked:
             axes.fill_between(at, base, base + height, alpha=0.3)
             height, base = base + height, base + np.nan_to_num(height)
-        axes.plot(at, height, linewidth=1.5, label=name, marker="." if len(given) < 8 else None)
+        colour = f"C{runs.index(labels['run_id'])}" if len(runs) == len(found) and "run_id" in labels else None
+        axes.plot(at, height, linewidth=1.5, label=name, color=colour, marker="." if len(given) < 8 else None)
     _time_axis(axes, span)
     _value_axis(axes, panel, custom.get("scaleDistribution", {}).get("type") == "symlog")
 
