@@ -7,6 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psycopg
@@ -58,7 +59,8 @@ class PostgresServer:
     def kill(self) -> None:
         """As a machine that loses power, as far as a process can."""
         for pid in self._children():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a connection's process may just have ended
+                os.kill(pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
 

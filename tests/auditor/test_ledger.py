@@ -330,6 +330,8 @@ def test_a_ledger_that_fails_in_the_middle_of_a_group_stores_none_of_it_by_halve
     assert isinstance(waiting[1].exception(5), LedgerError)
     assert waiting[2].exception(5) is None
     assert writer.trouble() == ""
+    assert isinstance(writer.submit(too_large).exception(5), LedgerError)
+    assert writer.trouble() == "", "a small write finds out anew, though nobody else writes"
     writer.close()
     ledger.close()
     reader = Reader(lambda: open_database(str(tmp_path / "ledger.db"), False))
