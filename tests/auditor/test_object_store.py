@@ -76,7 +76,7 @@ def test_bytes_that_are_not_what_the_manifest_says_are_refused_and_not_kept(
 
 def test_a_version_of_another_digest_is_not_even_fetched(store: Store, weights_root: Path, tmp_path: Path) -> None:
     store.put(weights_root / "v000001", "other/v000001")
-    with pytest.raises(RecomputeError, match="holds weights .*, the record names 00") as refused:
+    with pytest.raises(RecomputeError, match=r"holds weights .*, the record names 00") as refused:
         place(store, "other", tmp_path).open().folder(1, "00" * 32)
     assert refused.value.code == "weights_digest"
     assert list(tmp_path.glob("v*")) == []
