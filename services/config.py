@@ -98,7 +98,7 @@ class Trainer(Section):
     max_grad_norm: Real = Field(default=1.0, gt=0, description="gradients are scaled down to this L2 norm")
     updates_per_step: int = Field(default=1, ge=1, description="optimizer steps on each batch")
     micro_batch_tokens: int = Field(
-        default=1024, ge=16, description="tokens in one forward and backward; changes no bit"
+        default=1024, ge=16, description="tokens in one forward and backward; changes no bit under fma32"
     )
 
 

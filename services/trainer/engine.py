@@ -45,7 +45,8 @@ class TrainerOptions:
     """How Megatron-core is run and the policy is trained.
 
     rank, rendezvous: this process among tp_size ranks, and a URL that they share (`file:///new/file`), needed from two
-    ranks up. threads: CPU threads of each rank. micro_batch_tokens: in one forward and backward; changes no bit.
+    ranks up. threads: CPU threads of each rank. micro_batch_tokens: in one forward and backward; changes no bit
+    under fma32. Other MMA models add tokens in groups (sm90: of 16), which a cut within a group splits.
     max_grad_norm: gradients are scaled down to this L2 norm.
     """
 
