@@ -39,6 +39,7 @@ _RPC_TIMEOUT_S = 10.0
 _RETRY_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _RETRY_AFTER = "retry-after"
+_TOO_LARGE = "message larger than max"  # gRPC's own words, before any code of the auditor's sees the message
 _REFUSED_FOR_GOOD = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.UNIMPLEMENTED)
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -258,6 +259,8 @@ class AuditClient:
             log.warning("auditor at %s refused a batch: %s", self._address, call.details())
             self._count(refused=len(request.batch.records))
             return True
+        if error is not None and _TOO_LARGE in (call.details() or ""):
+            return self._send_in_halves(request)
         if error is not None:
             self._away_until = time.monotonic() + _pause(call)
             if not self._away:
@@ -275,6 +278,17 @@ class AuditClient:
         self._away = False
         self._tally(call.result().receipts)
         return True
+
+    def _send_in_halves(self, request: pb.SubmitRequest) -> bool:
+        """A batch that is larger than this auditor takes at once; a single record of that size is refused for good."""
+        records = request.batch.records
+        if len(records) == 1:
+            log.warning("the auditor at %s takes no record of %d bytes", self._address, records[0].ByteSize())
+            self._count(refused=1)
+            return True
+        middle = len(records) // 2
+        halves = (pb.SubmitRequest(batch=pb.Batch(records=part)) for part in (records[:middle], records[middle:]))
+        return all(self._send(half) for half in halves)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         try:

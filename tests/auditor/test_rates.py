@@ -3,9 +3,11 @@
 import math
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 from auditor.client import AuditClient
@@ -119,3 +121,22 @@ def test_a_reader_that_asks_too_often_is_told_when_to_come_back(tmp_path: Path) 
         assert b'"code":"rate_limited"' in body
         with urllib.request.urlopen(f"http://{auditor.http}/healthz", timeout=5) as answer:
             assert answer.status == 200, "who asks whether it lives is always told"
+
+
+def test_a_batch_larger_than_the_auditor_takes_goes_in_parts_and_a_record_of_that_size_is_refused(
+    tmp_path: Path,
+) -> None:
+    large, _ = pair("large")
+    tokens = np.zeros(20_000, np.uint32)
+    logprobs, mask = np.zeros(19_992, np.float32), np.ones(19_992, np.bool_)
+    with (
+        running_auditor(tmp_path / "a", "--message-bytes", "65536") as auditor,
+        AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
+    ):
+        for i in range(150):
+            for record in pair(f"{i}"):
+                (client.submit_rollout if record.side == "rollout" else client.submit_trainer)(record)  # type: ignore[arg-type]
+        client.submit_rollout(replace(large, tokens=tokens, logprobs=logprobs, mask=mask))
+        counts = client.flush(20)
+        assert (counts.accepted, counts.refused, counts.spooled, counts.dropped) == (300, 1, 0, 0)
+        assert auditor.get("/api/v1/runs/run")["by_verdict"] == {"match": 150}
