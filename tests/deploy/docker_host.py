@@ -110,6 +110,9 @@ def docker_host(folder: Path) -> Iterator[Docker]:
             time.sleep(0.2)
         _import_debian(docker)
         yield docker
+        # What this run replaced; the rest stays in build/ and makes the next run quick.
+        docker("image", "prune", "--force")
+        docker("builder", "prune", "--force", "--keep-storage=10GB")
     finally:
         daemon.terminate()
         daemon.wait(60)

@@ -104,6 +104,8 @@ def test_every_expression_returns_series_from_a_real_auditor_and_a_panel_is_draw
                 client.submit_trainer(trainer)
             client.flush(10)
             time.sleep(1.2)
+        for record in pair(run_id="other"):
+            client.submit_rollout(record) if record.side == "rollout" else client.submit_trainer(record)
         client.submit_trainer(one_ulp_off(pair("0", step=0)[1]))
         assert client.flush(10).refused == 1
         client.close()
@@ -114,9 +116,10 @@ def test_every_expression_returns_series_from_a_real_auditor_and_a_panel_is_draw
                     continue
                 assert stack.query(expand(expression, {"run": "run"}, "1m")), expression
         (by_step,) = (e for e in expressions("drift") if "count_values" in e and "max_abs" in e)
-        series = stack.query(expand(by_step, {"run": "run"}, "1m"))
-        points = {int(one["metric"]["step"]): float(one["value"][1]) for one in series}
-        assert {one["metric"]["run_id"] for one in series} == {"run"}
+        series = stack.query(expand(by_step, {}, "1m"))
+        assert {one["metric"]["run_id"] for one in series} == {"run", "other"}
+        ours = [one for one in series if one["metric"]["run_id"] == "run"]
+        points = {int(one["metric"]["step"]): float(one["value"][1]) for one in ours}
         assert points.keys() > {2, 4}
         assert all((points[step] == 0) == (step < 3) for step in points), "the fault begins with step 3"
         span = (began, time.time())
