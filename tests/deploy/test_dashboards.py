@@ -104,8 +104,11 @@ def test_every_expression_returns_series_from_a_real_auditor_and_a_panel_is_draw
                 client.submit_trainer(trainer)
             client.flush(10)
             time.sleep(1.2)
-        for record in pair(run_id="other"):
-            client.submit_rollout(record) if record.side == "rollout" else client.submit_trainer(record)
+        with AuditClient(auditor.grpc, "other", spool_dir=tmp_path / "other", queue_size=8) as second:
+            rollout, trainer = pair(run_id="other")
+            second.submit_rollout(rollout)
+            second.submit_trainer(trainer)
+            second.flush(10)
         client.submit_trainer(one_ulp_off(pair("0", step=0)[1]))
         assert client.flush(10).refused == 1
         client.close()
