@@ -90,30 +90,39 @@ def test_the_side_that_left_the_contract_is_named(weights_root: Path, tmp_path: 
         assert auditor.metrics()['auditor_recomputed_tokens_total{mma="fma32",run_id="run"}'] == 160
 
 
-def test_a_cuda_rollout_and_a_portable_trainer_are_explained_where_each_keeps_to_its_own_arithmetic(
-    weights_root: Path, tmp_path: Path
+def under(profile: str, root: Path, record: Any) -> Any:
+    """A record whose side ran on another machine: its values are those of that machine's matrix instruction."""
+    contract = model_contract(profile, segments=2)
+    tokens = true_pair(root, record.sample_id)[0].tokens.astype(np.int64)
+    (values,) = Decoder.open(root / "v000001", contract).logprobs([tokens], [8], 1.0)
+    environment = Environment(f"gpu-{profile}", contract.profile.mma, f"{profile:_<64}".encode().hex()[:64])
+    return replace(record, logprobs=values, contract_digest=contract.digest(), environment=environment)
+
+
+@pytest.mark.parametrize(
+    ("of_rollout", "of_trainer", "models"),
+    [("sm90", "portable", "sm90,fma32"), ("sm90_poly", "cdna3", "sm90,cdna3"), ("cdna3", "sm90_poly", "cdna3,sm90")],
+)
+def test_two_sides_of_two_makers_are_explained_where_each_keeps_to_its_own_arithmetic(
+    weights_root: Path, tmp_path: Path, of_rollout: str, of_trainer: str, models: str
 ) -> None:
-    """The rollout's values are those of the H200's matrix instruction, computed here on a CPU."""
-    sm90 = model_contract("sm90", segments=2)
+    """Both machines' instructions are followed here, on a CPU."""
     flags = ("--weights-root", str(weights_root), "--recompute-rate", "1")
     with (
         running_auditor(tmp_path, *flags) as auditor,
         AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
     ):
         for name, off in (("kept", False), ("left", True)):
-            rollout, trainer = true_pair(weights_root, name)
-            (values,) = Decoder.open(weights_root / "v000001", sm90).logprobs(
-                [rollout.tokens.astype(np.int64)], [8], 1.0
-            )
-            assert values.tobytes() != rollout.logprobs.tobytes()
-            environment = Environment("cuda-sm90", "sm90", "bb" * 32)
-            rollout = replace(rollout, logprobs=values, contract_digest=sm90.digest(), environment=environment)
+            plain = true_pair(weights_root, name)
+            rollout = under(of_rollout, weights_root, plain[0])
+            trainer = under(of_trainer, weights_root, plain[1]) if of_trainer != "portable" else plain[1]
+            assert rollout.logprobs.tobytes() != trainer.logprobs.tobytes()
             client.submit_rollout(one_ulp_off(rollout) if off else rollout)
             client.submit_trainer(trainer)
         client.flush(10)
         run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0 and r["samples"] == 2)
         kept, left = (auditor.get(f"/api/v1/runs/run/samples/0/{name}")["judgement"] for name in ("kept", "left"))
-        assert (kept["explained_by_arithmetic"], kept["side"], kept["reference_mma"]) == (True, "none", "sm90,fma32")
+        assert (kept["explained_by_arithmetic"], kept["side"], kept["reference_mma"]) == (True, "none", models)
         assert (left["explained_by_arithmetic"], left["side"]) == (False, "rollout")
         assert run["explained_tokens"] > 0
         assert auditor.metrics()['auditor_mismatched_tokens_total{run_id="run",side="pair"}'] == 0
