@@ -5,10 +5,23 @@ from collections.abc import Callable
 import numpy as np
 
 
-def best_fit(error: Callable[[float], float], low: float, high: float, grid: int = 25, steps: int = 24) -> float:
-    """Where `error` is smallest between two positive numbers: a grid in the logarithm, then golden-section search."""
+def best_fit(
+    error: Callable[[float], float],
+    low: float,
+    high: float,
+    grid: int = 25,
+    steps: int = 24,
+    hopeless: float = np.inf,
+) -> float | None:
+    """Where `error` is smallest between two positive numbers: a grid in the logarithm, then golden-section search.
+
+    hopeless: None is returned where no error on the grid is below it, and nothing more is computed.
+    """
     points = np.linspace(np.log(low), np.log(high), grid)
-    at = int(np.argmin([error(float(np.exp(x))) for x in points]))
+    errors = [error(float(np.exp(x))) for x in points]
+    at = int(np.argmin(errors))
+    if not errors[at] < hopeless:
+        return None
     left_end, right_end = float(points[max(at - 1, 0)]), float(points[min(at + 1, grid - 1)])
     shrink = (np.sqrt(5.0) - 1.0) / 2.0
     for _ in range(steps):

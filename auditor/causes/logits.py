@@ -15,7 +15,7 @@ from auditor.causes.fit import best_fit, roundings
 from auditor.causes.oracle import F32, F64, Oracle
 
 _ROWS: Final = 128
-_FITTED_ROWS: Final = 32
+_FITTED_ROWS: Final = 8
 
 
 def logit_processor(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
@@ -26,7 +26,7 @@ def logit_processor(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     if rows.size < 8:
         return
     yield from _one_token(oracle, rows, found, truth)
-    for name, changed in _changed(oracle, found, rows[:_FITTED_ROWS]):
+    for name, changed in _changed(oracle, found, truth, _spread(rows)):
         predicted = oracle.from_logits(changed)
         score = explained(found, truth, predicted, active)
         if worth_saying(score):
@@ -74,9 +74,10 @@ def _varies(column: F64) -> bool:
     return float(column.std()) > 0.05 * float(column.mean())
 
 
-def _changed(oracle: Oracle, found: F32, rows: np.ndarray) -> Iterator[tuple[str, F32]]:
+def _changed(oracle: Oracle, found: F32, truth: F32, rows: np.ndarray) -> Iterator[tuple[str, F32]]:
     """Logits under a cap and under a penalty, each of the size that fits best on a few rows."""
     logits, seen = oracle.own_logits, _occurred(oracle)
+    before = float(np.abs(truth[rows].astype(np.float64) - found[rows]).mean())
 
     def capped(cap: float, at: np.ndarray | slice = slice(None)) -> F32:
         changed: F32 = (cap * np.tanh(logits[at] / cap)).astype(np.float32)
@@ -97,9 +98,15 @@ def _changed(oracle: Oracle, found: F32, rows: np.ndarray) -> Iterator[tuple[str
             predicted = oracle.from_logits(change(value, rows), targets=oracle.targets[rows])
             return float(np.abs(predicted.astype(np.float64) - found[rows]).mean())
 
-        for value in roundings(best_fit(error, low, high)):
+        fitted = best_fit(error, low, high, grid=16, steps=18, hopeless=0.7 * before)
+        for value in roundings(fitted) if fitted is not None else []:
             if value > 0.0:
                 yield f"{name} {value:g}", change(value)
+
+
+def _spread(rows: np.ndarray) -> np.ndarray:
+    """A few rows from all over the window."""
+    return rows[np.linspace(0, len(rows) - 1, min(_FITTED_ROWS, len(rows))).astype(np.int64)]
 
 
 def _occurred(oracle: Oracle) -> np.ndarray:

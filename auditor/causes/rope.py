@@ -47,7 +47,10 @@ def _fitted_base(evidence: Evidence, oracle: Oracle, best: Best | None) -> Best 
     def error(theta: float) -> float:
         return float(np.abs(under(theta)[usable].astype(np.float64) - found[usable]).mean()) if usable.any() else 0.0
 
-    fitted = best_fit(error, 0.02 * stated, 200.0 * stated, grid=12, steps=8)
+    before = float(np.abs(truth[usable].astype(np.float64) - found[usable]).mean()) if usable.any() else 0.0
+    fitted = best_fit(error, 0.02 * stated, 200.0 * stated, grid=12, steps=8, hopeless=0.8 * before)
+    if fitted is None:
+        return best
     for theta in dict.fromkeys((float(f"{fitted:.1g}"), float(f"{fitted:.2g}"), fitted)):
         predicted = under(theta)
         score = explained(found, truth, predicted, active)

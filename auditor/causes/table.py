@@ -41,14 +41,14 @@ READ: Final[tuple[Read, ...]] = (
     flat_last_bits,
     other_weights,
 )
-# Computed by the reference; those that need no further forward first.
+# Computed by the reference; what is common and cheap first, for time may run out on a large model.
 COMPUTED: Final[tuple[Compute, ...]] = (
-    low_precision_head,
     temperature,
-    truncation,
-    logit_processor,
+    low_precision_head,
     wrong_row,
+    truncation,
     stale_weights,
+    logit_processor,
     split_sums,
     stale_kv,
     half_updated_weights,

@@ -8,7 +8,7 @@ from auditor.causes.evidence import Evidence, Suggestion, bits_hit, explained, w
 from auditor.causes.fit import best_fit
 from auditor.causes.oracle import F64, Oracle
 
-_ROWS = 32
+_ROWS = 16
 _LOWEST, _HIGHEST = 0.05, 20.0
 
 
@@ -52,4 +52,4 @@ def _fit(oracle: Oracle, found: np.ndarray, active: np.ndarray) -> float:
         lse = top + np.log(np.exp(z - top[:, None]).sum(axis=1))
         return float(np.abs(chosen / t - lse - wanted).mean())
 
-    return best_fit(error, _LOWEST, _HIGHEST)
+    return best_fit(error, _LOWEST, _HIGHEST) or oracle.temperature
