@@ -51,12 +51,4 @@ def covered(run_id: RunId, request: Request) -> None:
         raise ForbiddenError(f"the token of {grant.name!r} is for runs {', '.join(grant.runs)}, not {run_id!r}")
 
 
-def unbound(request: Request) -> None:
-    """ForbiddenError unless the token is for every run."""
-    grant = granted(request)
-    if not grant.covers_all:
-        raise ForbiddenError(f"the token of {grant.name!r} is for runs {', '.join(grant.runs)}; this is about all")
-
-
 Covered: Final = Depends(covered)
-Unbound: Final = Depends(unbound)

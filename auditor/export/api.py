@@ -10,7 +10,7 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from auditor.capsule import freeze, to_bytes
 from auditor.errors import LedgerError
 from auditor.export import views
-from auditor.export.access import Covered, RunId, Unbound, add_access, granted
+from auditor.export.access import Covered, RunId, add_access, granted
 from auditor.export.metrics import Metrics
 from auditor.export.page_files import add_page
 from auditor.export.problems import add_problems, responses
@@ -184,10 +184,12 @@ def _add_health(app: FastAPI, metrics: Metrics, facts: Facts) -> None:
         names = sorted(f"{digest} {name}" for digest, name in facts.contracts.items())
         return views.Version(version=facts.version, contracts=names)
 
-    @app.get("/metrics", responses={**text, **_ERRORS}, response_class=Response, dependencies=[Unbound])
-    def metrics_() -> Response:
-        """For Prometheus."""
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    @app.get("/metrics", responses={**text, **_ERRORS}, response_class=Response)
+    def metrics_(request: Request) -> Response:
+        """For Prometheus. A token of some runs is shown the series of those runs and no others."""
+        grant = granted(request)
+        shown = metrics.text() if grant.covers_all else metrics.text_of(grant.covers)
+        return Response(shown, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _name_problems(app: FastAPI) -> None:

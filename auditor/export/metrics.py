@@ -1,5 +1,6 @@
 """The board as Prometheus metrics. Names, labels and meanings are in docs/metrics.md, checked against this table."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ from auditor.compare import ULP_EDGES
 from auditor.drift import statistics
 from auditor.export.board import Board, Snapshot
 from auditor.storage.ledger import Counter
+
+_RUN: Final = re.compile(r'[{,]run_id="([^"]*)"')
 
 # name in the ledger → (labels, help); exported as auditor_<name>_total
 COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
@@ -108,6 +111,15 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition that a scrape gets."""
         return generate_latest(self.registry)
+
+    def text_of(self, covers: Callable[[str], bool]) -> bytes:
+        """The series of some runs, and nothing that is about the auditor as a whole. covers: whether a run is shown."""
+        kept = []
+        for line in self.text().decode().splitlines(keepends=True):
+            run = _RUN.search(line)
+            if line.startswith("#") or (run and covers(run[1])):
+                kept.append(line)
+        return "".join(kept).encode()
 
 
 def _counters(counters: Mapping[Counter, float]) -> Iterable[Metric]:
