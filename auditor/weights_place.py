@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from auditor.object_store import AMAZON, StoreAccess, is_url, open_place
 
 _WANTED: Final = (".safetensors", ".json")
 _CHUNK: Final = 8 << 20
+_JUST_USED_S: Final = 60.0
 
 
 class WeightsStore(Protocol):
@@ -178,7 +180,9 @@ class RemoteWeights:
         """Keep the copies that were used last. One that a worker has mapped lives on for it after it is gone here."""
         copies = [folder for folder in self._cache.glob("v*-*") if folder.is_dir() and folder != used]
         for folder in sorted(copies, key=_last_used, reverse=True)[self._keep - 1 :]:
-            shutil.rmtree(folder, ignore_errors=True)
+            # One that was asked for a moment ago may not be mapped yet.
+            if time.time() - _last_used(folder) > _JUST_USED_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _name(version: int) -> str:

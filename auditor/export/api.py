@@ -147,9 +147,11 @@ def _add_capsules(app: FastAPI, reader: Reader) -> None:
     ) -> views.Capsules:
         """Mismatches that can be frozen: both sides' records are still held. Page by page, by step and sample."""
         step, _, sample_id = after.partition("/")
-        rows = reader.capsules(run_id, (int(step), sample_id) if after else (0, ""), limit)
-        following = f"{rows[-1].key.step}/{rows[-1].key.sample_id}" if len(rows) == limit else None
-        return views.Capsules(capsules=[views.capsule_view(row) for row in rows], next=following)
+        rows, following = reader.capsules(run_id, (int(step), sample_id) if after else (0, ""), limit)
+        return views.Capsules(
+            capsules=[views.capsule_view(row) for row in rows],
+            next=f"{following[0]}/{following[1]}" if following else None,
+        )
 
     # A sample of any verdict can be frozen; the second name is the one that a list of samples leads to.
     @app.get("/api/v1/runs/{run_id}/capsules/{step}/{sample_id}", responses=frozen, dependencies=[Covered],

@@ -10,7 +10,7 @@ from auditor import codec
 from auditor.compare import Logprobs
 from auditor.errors import LedgerError, NotFoundError
 from auditor.judge import Judgement, Reference, Verdict
-from auditor.records import Record, SampleKey, Side
+from auditor.records import SIDES, Record, SampleKey, Side
 from auditor.storage.database import Database, Row
 from auditor.storage.rows import RunRow, SampleRow, StepRow, Totals
 
@@ -18,6 +18,7 @@ _RUNS = (
     "SELECT r.run_id, r.first_at, r.last_at, r.body, count(s.step), min(s.step), max(s.step)"
     " FROM runs r LEFT JOIN steps s ON s.run_id = r.run_id"
 )
+_LOOKED_AT = 2000
 _RUNS_GROUP = " GROUP BY r.run_id, r.first_at, r.last_at, r.body"
 
 
@@ -155,17 +156,29 @@ class Reader:
             (until, limit),
         )
 
-    def capsules(self, run_id: str, after: tuple[int, str], limit: int) -> list[SampleRow]:
-        """Mismatching samples whose two records are still held, ascending from the one after (step, sample)."""
+    def capsules(
+        self, run_id: str, after: tuple[int, str], limit: int
+    ) -> tuple[list[SampleRow], tuple[int, str] | None]:
+        """Mismatching samples whose two records are still held, ascending from the one after (step, sample).
+
+        With them where to go on; None at the end. Only so many mismatches are looked at in one call, so there may be
+        few or none before that, as where all is retired.
+        """
         self.run(run_id)
         rows = self.database.all(
-            "SELECT s.run_id, s.step, s.sample_id, s.body FROM samples s WHERE s.run_id = ? AND s.verdict = ?"
-            " AND s.step >= ? AND (s.step > ? OR s.sample_id > ?) AND 2 = (SELECT count(*) FROM records r WHERE"
-            " r.run_id = s.run_id AND r.step = s.step AND r.sample_id = s.sample_id AND r.payload IS NOT NULL)"
+            "SELECT s.run_id, s.step, s.sample_id, s.body, (SELECT count(*) FROM records r WHERE r.run_id = s.run_id"
+            " AND r.step = s.step AND r.sample_id = s.sample_id AND r.payload IS NOT NULL) FROM samples s"
+            " WHERE s.run_id = ? AND s.verdict = ? AND s.step >= ? AND (s.step > ? OR s.sample_id > ?)"
             " ORDER BY s.step, s.sample_id LIMIT ?",
-            (run_id, Verdict.MISMATCH.value, after[0], *after, limit),
+            (run_id, Verdict.MISMATCH.value, after[0], *after, _LOOKED_AT),
         )
-        return [_sample(row) for row in rows]
+        found: list[SampleRow] = []
+        for row in rows:
+            if row[4] == len(SIDES):
+                found.append(_sample(row[:4]))
+            if len(found) == limit:
+                return found, (row[1], row[2])
+        return found, (rows[-1][1], rows[-1][2]) if len(rows) == _LOOKED_AT else None
 
     def size_bytes(self) -> int:
         """Bytes on disk."""

@@ -1,5 +1,6 @@
 """Weights and evidence in an S3 store: read once and checked, written away whole, or one line that says why not."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,12 +95,15 @@ def test_a_version_without_its_manifest_is_not_there_yet(store: Store, weights_r
 
 
 def test_the_copies_used_last_stay(store: Store, weights_root: Path, tmp_path: Path) -> None:
-    for version in (1, 2):
-        store.put(weights_root / f"v{version:06d}", f"keep/v{version:06d}")
+    for version, of in ((1, 1), (2, 2), (3, 1)):
+        store.put(weights_root / f"v{of:06d}", f"keep/v{version:06d}")
     weights = place(store, "keep", tmp_path, keep=1).open()
-    weights.folder(1, digest_of(weights_root, 1))
+    old = weights.folder(1, digest_of(weights_root, 1))
     kept = weights.folder(2, digest_of(weights_root, 2))
-    assert list(tmp_path.glob("v*")) == [kept]
+    assert sorted(tmp_path.glob("v*")) == [old, kept], "it may not be mapped yet"
+    os.utime(old, (0, 0))
+    assert weights.folder(3, digest_of(weights_root, 1)) != old
+    assert not old.exists()
 
 
 def test_an_auditor_recomputes_from_the_store_and_finds_the_stale_version_in_it(
