@@ -70,7 +70,7 @@ def _side(capsule: Capsule, models: Models, record: Record, ops: str, out: Path 
 
 
 def _nearest(question: Question, record: Record) -> tuple[str, Replayed]:
-    """Of our engines' ops the ones that give most of the reported bits; ConfigError where none runs here."""
+    """Of our engines' ops those that give the reported bits or come nearest; ConfigError where none runs here."""
     found: dict[str, Replayed] = {}
     refused: list[str] = []
     for name in OURS:
@@ -85,7 +85,7 @@ def _nearest(question: Question, record: Record) -> tuple[str, Replayed]:
         print(f"{record.side}: {reason}")
     if not found:
         raise ConfigError("none of our engines' ops runs here; name ops with --rollout-ops and --trainer-ops")
-    name = min(found, key=lambda each: found[each].unlike)
+    name = min(found, key=lambda each: (not found[each].reproduced, found[each].distance))
     return name, found[name]
 
 

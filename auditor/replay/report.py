@@ -1,6 +1,6 @@
 """What a replay finds on one side: does it reproduce, which op is the first to differ, which swap removes it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +16,22 @@ from rl_kernel.reference.model import Decoder
 class Replayed:
     """One side.
 
-    unlike: reported values that the given ops do not give bit by bit. differing: tokens that differ from the
+    unlike: reported values that the given ops do not give bit by bit; distance: their mean |Δ| from the reported ones,
+    over finite values; reference_distance: the same of the reference. differing: tokens that differ from the
     reference under these ops. call: the first to differ on equal inputs, with what it took and gave; None: there is
-    none. expected: the reference's output of that call. swaps: tokens that still differ with one op swapped, by op.
+    none. expected: the reference's output of that call. swaps: tokens that still differ with one op swapped, by op;
+    together: where no single swap is enough, the ops that must all be swapped.
     """
 
     unlike: int
+    distance: float
+    reference_distance: float
     differing: int
     call: Call | None
     tensors: Tensors | None
     expected: Tensors | None
     swaps: dict[str, int]
+    together: tuple[str, ...] = ()
 
     @property
     def reproduced(self) -> bool:
@@ -60,25 +65,36 @@ def replay(question: Question, record: Record, make_ops: Callable[[], object]) -
     if at is not None:
         tensors = question.run(Watched(make_ops(), keep=at))[1].kept
         expected = question.run(Watched(question.decoder.reference, keep=at))[1].kept
+    swaps = {op: _left(question, make_ops, truth, [op]) for op in OPS} if at is not None else {}
     return Replayed(
         unlike=compare_bits(found, record.logprobs).differing,
+        distance=_distance(found, record.logprobs),
+        reference_distance=_distance(truth, record.logprobs),
         differing=compare_bits(found, truth).differing,
         call=None if at is None else wrong.calls[at],
         tensors=tensors,
         expected=expected,
-        swaps=dict(_swaps(question, make_ops, truth)) if at is not None else {},
+        swaps=swaps,
+        together=_together(question, make_ops, truth) if swaps and min(swaps.values()) > 0 else (),
     )
 
 
 def lines(side: str, name: str, replayed: Replayed) -> Iterator[str]:
     """The report for people. name: of the ops."""
-    told = "reproduce the reported bits" if replayed.reproduced else f"do NOT give {replayed.unlike} reported values"
+    told = (
+        "reproduce the reported bits"
+        if replayed.reproduced
+        else f"do NOT give {replayed.unlike} reported values, from which they are {replayed.distance:.3g} away in the"
+        f" mean (the reference {replayed.reference_distance:.3g})"
+    )
     yield f"{side}: the ops {name} {told}; {replayed.differing} tokens differ from the reference"
     if replayed.call is None:
         yield f"{side}: no op differs on equal inputs"
         if not replayed.reproduced:
             yield f"{side}: so the fault lies outside these ops: in weights, tokens, positions, cache or the engine"
         return
+    if not replayed.reproduced:
+        yield f"{side}: these ops are the nearest of ours, not the side's own; what follows is said of them"
     assert replayed.tensors is not None
     assert replayed.expected is not None
     difference = compare_bits(replayed.tensors.output, replayed.expected.output)
@@ -90,11 +106,32 @@ def lines(side: str, name: str, replayed: Replayed) -> Iterator[str]:
     for op, left in replayed.swaps.items():
         verdict = "the difference is gone" if left == 0 else f"{left} tokens still differ"
         yield f"{side}: with the reference's {op}: {verdict}"
+    if replayed.together:
+        yield f"{side}: with the reference's {', '.join(replayed.together)} together: the difference is gone"
 
 
-def _swaps(question: Question, make_ops: Callable[[], object], truth: Logprobs) -> Iterator[tuple[str, int]]:
-    for op in OPS:
+def _distance(found: Logprobs, reported: Logprobs) -> float:
+    finite = np.isfinite(found) & np.isfinite(reported)
+    return float(np.abs(found[finite].astype(np.float64) - reported[finite]).mean()) if finite.any() else 0.0
+
+
+def _left(question: Question, make_ops: Callable[[], object], truth: Logprobs, swapped: Collection[str]) -> int:
+    """Tokens that differ from the reference with these ops swapped for its own."""
+    names = frozenset(swapped)
+    if "linear_logp" in names:
         # The head's product is part of linear_logp in the reference, and goes with it.
-        with_it = frozenset({op, "gemm_fp32", "logp_from_logits"}) if op == "linear_logp" else frozenset({op})
-        found, _ = question.run(Mixed(make_ops(), question.decoder.reference, with_it))
-        yield op, compare_bits(found, truth).differing
+        names |= {"gemm_fp32", "logp_from_logits"}
+    found, _ = question.run(Mixed(make_ops(), question.decoder.reference, names))
+    return compare_bits(found, truth).differing
+
+
+def _together(question: Question, make_ops: Callable[[], object], truth: Logprobs) -> tuple[str, ...]:
+    """Ops of which none can be left unswapped if the difference is to go; empty where even all of them leave some."""
+    swapped = list(OPS)
+    if _left(question, make_ops, truth, swapped):
+        return ()
+    for op in OPS:
+        fewer = [other for other in swapped if other != op]
+        if _left(question, make_ops, truth, fewer) == 0:
+            swapped = fewer
+    return tuple(swapped)
