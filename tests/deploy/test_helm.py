@@ -1,5 +1,6 @@
 """Every supported shape is linted, rendered and validated strictly, on the two major versions of Helm."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -9,7 +10,10 @@ import pytest
 import yaml
 
 from auditor.config import Config as AuditorConfig
-from services.config import build_config
+from auditor.weights_place import LocalWeights
+from services.config import Weights, build_config
+from services.job import weights_root
+from services.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[2]
 CHART = REPOSITORY / "helm" / "rl-kernel"
@@ -33,6 +37,12 @@ def rendered(version: str, shape: str, *extra: str) -> list[dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def templated(shape: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    flags = [word for setting in settings for word in ("--set", setting)]
+    file = str(CHART / f"shapes/{shape}.yaml")
+    return helm(HELMS[-1], "template", "rl", str(CHART), "-n", "rl-system", "-f", file, *flags)
 
 
 def one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -187,6 +197,63 @@ def test_workers_ask_for_the_gpus_of_their_maker_and_the_head_for_none(kind: str
     assert not any("gpu" in name for name in head["resources"]["limits"])
     assert spec["authOptions"] == {"mode": "token"}
     assert {port["name"] for port in head["ports"]} >= {"metrics", "as-metrics", "dash-metrics"}
+
+
+def job_pods(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Pod specs of the head and of the workers."""
+    spec = next(d["spec"] for d in documents if d["kind"] in ("RayJob", "RayCluster"))
+    spec = spec.get("rayClusterSpec", spec)
+    return [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+
+
+def claims(pod: dict[str, Any]) -> dict[str, str]:
+    """Claim by the path at which the pod's first container sees it."""
+    names = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
+    return {m["mountPath"]: names[m["name"]] for m in pod["containers"][0]["volumeMounts"] if m["name"] in names}
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("ray")])
+def test_head_and_workers_share_the_claims_that_hold_weights_and_runs(shape: str) -> None:
+    documents = rendered(HELMS[-1], shape)
+    head, *workers = job_pods(documents)
+    assert claims(head) == {"/weights": "rl-weights", "/runs": "rl-runs"}
+    assert all(claims(worker) == claims(head) for worker in workers)
+    (text,) = [d["data"]["job.yaml"] for d in documents if "job.yaml" in d.get("data", {})]
+    config = build_config(yaml.safe_load(text), source=shape)
+    assert (config.weights.directory, config.run.directory) == ("/weights", "/runs")
+
+
+def test_the_auditor_finds_the_weights_of_a_job_of_the_chart(tmp_path: Path) -> None:
+    documents = rendered(HELMS[-1], "rayjob-cuda")
+    texts = {name: text for d in documents if d["kind"] == "ConfigMap" for name, text in d["data"].items()}
+    root = AuditorConfig.model_validate(yaml.safe_load(texts["auditor.yaml"])).weights_root
+    config = build_config(yaml.safe_load(texts["job.yaml"]), source="chart")
+    # The claim, at another place.
+    assert root == "/weights"
+    below = Path(config.weights.directory).relative_to(root)
+    published = weights_root(
+        config.model_copy(update={"weights": Weights(directory=str(tmp_path / below))}),
+        RunFolder(tmp_path / "runs" / "policy.1"),
+    )
+    (published / "v000007").mkdir(parents=True)
+    (published / "v000007/manifest.json").write_text(json.dumps({"weight_version": 7, "weight_digest": "ab" * 32}))
+    assert LocalWeights(tmp_path).folder(7, "ab" * 32) == published / "v000007"
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (("weights.existingClaim=", "job.runsClaim="), "weights.existingClaim"),
+        (("job.config.weights.directory=/data",), "job.config.weights.directory is /data"),
+        (("job.config.weights.directory=/weights2",), "job.config.weights.directory is /weights2"),
+        (("job.runsClaim=", "job.config.trainer.tp_size=1"), "run.checkpoint_every"),
+        (("job.runsClaim=", "job.config.run.checkpoint_every=0"), "trainer.tp_size"),
+    ],
+)
+def test_a_job_whose_pods_would_not_see_each_others_files_is_refused(settings: tuple[str, ...], complaint: str) -> None:
+    refused = templated("rayjob-cuda", *settings)
+    assert refused.returncode != 0
+    assert complaint in refused.stderr
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("ray")])

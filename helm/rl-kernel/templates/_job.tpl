@@ -13,9 +13,28 @@
 {{- end }}
 {{- end }}
 
+{{- /* Head and workers are different pods: what one writes for the other must lie in a claim that both mount. */ -}}
+{{- define "rlk.jobFolders" -}}
+{{- $job := .Values.job }}
+{{- $weights := dig "weights" "directory" "" $job.config }}
+{{- if not (or .Values.weights.existingClaim $job.runsClaim) }}
+{{- fail "the job's pods share no folder: name a ReadWriteMany claim in weights.existingClaim, from which the workers read what the head publishes (or one in job.runsClaim)" }}
+{{- end }}
+{{- if and $weights (not (and .Values.weights.existingClaim (hasPrefix "/weights/" (printf "%s/" $weights)))) (not (and $job.runsClaim (hasPrefix "/runs/" (printf "%s/" $weights)))) }}
+{{- fail (printf "job.config.weights.directory is %s, which the job's pods do not share: it must be below /weights (weights.existingClaim) or /runs (job.runsClaim)" $weights) }}
+{{- end }}
+{{- if and (not $job.runsClaim) (gt (int (dig "run" "checkpoint_every" 0 $job.config)) 0) }}
+{{- fail "job.config.run.checkpoint_every: the workers write checkpoints into the run's folder, which the head makes: name a ReadWriteMany claim in job.runsClaim" }}
+{{- end }}
+{{- if and (not $job.runsClaim) (gt (int (dig "trainer" "tp_size" 1 $job.config)) 1) }}
+{{- fail "job.config.trainer.tp_size: the trainer's ranks meet in the run's folder, which the head makes: name a ReadWriteMany claim in job.runsClaim" }}
+{{- end }}
+{{- end }}
+
 {{- /* The job's config with what the chart knows of the auditor and the weights. */ -}}
 {{- define "rlk.jobConfig" -}}
 {{- $own := dict }}
+{{- include "rlk.jobFolders" . }}
 {{- if .Values.auditor.enabled }}
 {{- if and .Values.auditor.tls.existingSecret (not .Values.job.tls.existingSecret) }}
 {{- fail "the auditor has certificates (auditor.tls): name a Secret with its authority in job.tls.existingSecret" }}
@@ -39,8 +58,8 @@
 {{- $_ := set $own "auditor" (merge ($own.auditor | default dict) $tls) }}
 {{- end }}
 {{- if .Values.weights.existingClaim }}
-{{- /* Jobs with a name share the claim, and the auditor finds each one's versions in its folder. */ -}}
-{{- $_ := set $own "weights" (dict "directory" (trimSuffix "/" (printf "/weights/%s" (dig "run" "name" "" .Values.job.config)))) }}
+{{- /* Jobs share the claim: each run has a folder of its own there, directly below the root that the auditor searches. */ -}}
+{{- $_ := set $own "weights" (dict "directory" "/weights") }}
 {{- end }}
 {{- $_ := set $own "run" (dict "directory" "/runs") }}
 {{- mergeOverwrite $own (deepCopy .Values.job.config) | toYaml }}
