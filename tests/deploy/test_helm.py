@@ -166,8 +166,9 @@ def test_with_postgresql_the_password_is_in_no_configmap_and_the_ledger_in_no_cl
 
 def test_a_job_beside_an_auditor_with_certificates_needs_its_authority_and_speaks_https() -> None:
     shape = str(CHART / "shapes/rayjob-cuda.yaml")
-    settings = ["auditor.tls.existingSecret=x", "auditor.tls.clientCertificates=true", "job.tls.existingSecret=y"]
-    for given, complaint in ((1, "job.tls.existingSecret"), (3, "job.tls.clientCertificate")):
+    settings = ["monitoring.serviceMonitor.tlsConfig.serverName=a", "auditor.tls.existingSecret=x"]
+    settings += ["auditor.tls.clientCertificates=true", "job.tls.existingSecret=y"]
+    for given, complaint in ((2, "job.tls.existingSecret"), (4, "job.tls.clientCertificate")):
         flags = [word for setting in settings[:given] for word in ("--set", setting)]
         done = helm(HELMS[-1], "template", "rl", str(CHART), "-f", shape, *flags)
         assert done.returncode != 0
@@ -333,6 +334,67 @@ def test_a_value_that_cannot_be_right_is_refused_by_name(setting: str, complaint
         )
         assert refused.returncode != 0
         assert complaint in refused.stderr
+
+
+EGRESS = "auditor.networkPolicy.egress[0].ports[0].port=5432"
+
+
+@pytest.mark.parametrize(
+    ("settings", "repair", "complaint"),
+    [
+        (
+            ("auditor.networkPolicy.readerNamespaces=null",),
+            "auditor.networkPolicy.enabled=false",
+            "auditor.networkPolicy.readerNamespaces",
+        ),
+        (
+            ("auditor.tls.existingSecret=x",),
+            "monitoring.serviceMonitor.tlsConfig.serverName=a",
+            "serviceMonitor.tlsConfig",
+        ),
+        (
+            ("auditor.postgres.url=postgresql://me@db/x", EGRESS),
+            "auditor.postgres.existingSecret=x",
+            "auditor.postgres.existingSecret",
+        ),
+        (
+            ("auditor.postgres.url=postgresql://me@db/x", "auditor.postgres.existingSecret=x"),
+            EGRESS,
+            "auditor.postgres.url: the NetworkPolicy lets nothing out",
+        ),
+        (
+            ("auditor.config.archive=s3://x/y", "auditor.config.retain_days=9", "auditor.config.recompute_pool=ray"),
+            EGRESS,
+            "auditor.config.archive, auditor.config.recompute_pool: the NetworkPolicy lets nothing out",
+        ),
+    ],
+)
+def test_values_that_would_install_and_not_work_are_refused_in_one_line(
+    settings: tuple[str, ...], repair: str, complaint: str
+) -> None:
+    refused = templated("auditor", *settings)
+    assert refused.returncode != 0
+    assert complaint in refused.stderr
+    repaired = templated("auditor", *settings, repair)
+    assert repaired.returncode == 0, repaired.stderr
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.startswith("auditor") or s == "rayjob-cuda"])
+def test_who_is_let_in_by_the_network_policy(shape: str) -> None:
+    documents = rendered(HELMS[-1], shape)
+    policy = one(documents, "NetworkPolicy")["spec"]
+    reporters, readers = policy["ingress"]
+    assert one(documents, "ServiceMonitor")
+    assert readers["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    label = {"podSelector": {"matchLabels": {"rl-kernel/reports": "true"}}}
+    elsewhere = {**label, "namespaceSelector": {"matchLabels": {"team": "rl"}}}
+    assert reporters["from"] == [label, *([elsewhere] if shape.startswith("auditor") else [])]
+
+
+def test_a_ledger_elsewhere_is_found_by_its_name_also_where_the_answer_is_long() -> None:
+    egress = one(rendered(HELMS[-1], "auditor-postgres"), "NetworkPolicy")["spec"]["egress"]
+    ports = {(port["port"], port["protocol"]) for rule in egress for port in rule["ports"]}
+    assert ports == {(5432, "TCP"), (53, "UDP"), (53, "TCP")}
 
 
 def test_the_packaged_chart_carries_the_rules_and_dashboards_themselves(tmp_path: Path) -> None:
