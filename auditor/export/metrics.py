@@ -160,6 +160,11 @@ def _gauges(snapshot: Snapshot) -> Iterable[Metric]:
     max_abs = GaugeMetricFamily(
         "auditor_max_abs_logprob_diff", "Largest |trainer − rollout| of the last complete step.", labels=("run_id",)
     )
+    differing = GaugeMetricFamily(
+        "auditor_step_mismatched_tokens",
+        "Active tokens of the last complete step whose bits differ between the two sides.",
+        labels=("run_id",),
+    )
     drift = GaugeMetricFamily(
         "auditor_drift",
         "Statistics of the last complete step; absent where nothing was compared.",
@@ -167,13 +172,15 @@ def _gauges(snapshot: Snapshot) -> Iterable[Metric]:
     )
     for run_id, row in sorted(snapshot.last_complete.items()):
         step.add_metric([run_id], row.step)
+        if row.totals.compared_tokens:
+            differing.add_metric([run_id], row.totals.mismatched_tokens)
         found = asdict(statistics(row.totals.drift))
         if found["max_abs_diff"] is not None:
             max_abs.add_metric([run_id], found["max_abs_diff"])
         for name, value in found.items():
             if value is not None:
                 drift.add_metric([run_id, name], value)
-    yield from (step, max_abs, drift)
+    yield from (step, max_abs, differing, drift)
     newest = {name: step for name, (step, _) in snapshot.sides.items()}
     last = {name: at for name, (_, at) in snapshot.sides.items()}
     by_side: tuple[tuple[str, str, Mapping[tuple[str, str], float]], ...] = (

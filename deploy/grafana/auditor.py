@@ -27,7 +27,9 @@ def _state(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             number("Auditors up", f'sum(up{{job=~"(.*-)?auditor", {_CLUSTER}}})', "Targets that answer.", span=6)
         )
-        .with_panel(number("Runs", f"count(count by (run_id) (auditor_step{{{AUDITOR}}}))", "With gauges.", span=6))
+        .with_panel(
+            number("Runs", f"count(count by (cluster, run_id) (auditor_step{{{AUDITOR}}}))", "With gauges.", span=6)
+        )
         .with_panel(
             number(
                 "Recompute lag",
@@ -64,7 +66,7 @@ def _ingest(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Tokens compared",
-                [Query(f"sum by (run_id) (rate(auditor_compared_tokens_total{{{AUDITOR}}}{_RATE}))")],
+                [Query(f"sum by (cluster, run_id) (rate(auditor_compared_tokens_total{{{AUDITOR}}}{_RATE}))")],
                 "Token pairs a second.",
                 unit="cps",
             )
@@ -106,8 +108,8 @@ def _sides(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Seconds since a side reported",
                 [
                     Query(
-                        f"time() - max by (run_id, side) (auditor_last_record_timestamp_seconds{{{AUDITOR}}})",
-                        "{{side}} {{run_id}}",
+                        f"time() - max by (cluster, run_id, side) (auditor_last_record_timestamp_seconds{{{AUDITOR}}})",
+                        "{{side}} {{run_id}} {{cluster}}",
                     )
                 ],
                 "Two lines that part are a side that has gone silent.",
@@ -118,9 +120,13 @@ def _sides(page: dashboard.Dashboard) -> dashboard.Dashboard:
             lines(
                 "Samples that wait for a side",
                 [
-                    Query(f"sum by (run_id, side) (auditor_missing_pairs{{{AUDITOR}}})", "{{side}} {{run_id}}"),
                     Query(
-                        f"sum by (run_id, side) (auditor_overdue_pairs{{{AUDITOR}}})", "{{side}} {{run_id}}, overdue"
+                        f"sum by (cluster, run_id, side) (auditor_missing_pairs{{{AUDITOR}}})",
+                        "{{side}} {{run_id}} {{cluster}}",
+                    ),
+                    Query(
+                        f"sum by (cluster, run_id, side) (auditor_overdue_pairs{{{AUDITOR}}})",
+                        "{{side}} {{run_id}} {{cluster}}, overdue",
                     ),
                 ],
                 "Overdue: the side has reported later steps already.",
@@ -144,8 +150,8 @@ def _recompute(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Tokens recomputed",
                 [
                     Query(
-                        f"sum by (run_id, mma) (rate(auditor_recomputed_tokens_total{{{AUDITOR}}}{_RATE}))",
-                        "{{mma}} {{run_id}}",
+                        f"sum by (cluster, run_id, mma) (rate(auditor_recomputed_tokens_total{{{AUDITOR}}}{_RATE}))",
+                        "{{mma}} {{run_id}} {{cluster}}",
                     )
                 ],
                 "By the arithmetic that was followed.",
@@ -158,8 +164,9 @@ def _recompute(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Samples that could not be recomputed",
                 [
                     Query(
-                        f"sum by (run_id, code) (increase(auditor_recompute_errors_total{{{AUDITOR}}}{_RATE}))",
-                        "{{code}} {{run_id}}",
+                        "sum by (cluster, run_id, code)"
+                        f" (increase(auditor_recompute_errors_total{{{AUDITOR}}}{_RATE}))",
+                        "{{code}} {{run_id}} {{cluster}}",
                     )
                 ],
                 "Weights gone, sampling without a reference, …",

@@ -4,20 +4,24 @@ from grafana_foundation_sdk.builders import dashboard
 
 from deploy.grafana.panels import AUDITOR, Query, board, by_step, distribution, lines, number
 
-_JUDGED = f'sum by (run_id) (auditor_records_total{{{AUDITOR}, side="trainer", outcome="accepted"}})'
+_JUDGED = f'sum by (cluster, run_id) (auditor_records_total{{{AUDITOR}, side="trainer", outcome="accepted"}})'
 _SHARE = (
-    f"sum by (run_id) (auditor_recomputed_tokens_total{{{AUDITOR}}})"
-    f" / sum by (run_id) (auditor_compared_tokens_total{{{AUDITOR}}})"
+    f"sum by (cluster, run_id) (auditor_recomputed_tokens_total{{{AUDITOR}}})"
+    f" / sum by (cluster, run_id) (auditor_compared_tokens_total{{{AUDITOR}}})"
 )
 _RATE = "[$__rate_interval]"
+_SKIPPED = "Steps faster than a scrape are skipped here; the auditor's page and API have them all."
 
 
 def _by(label: str, metric: str) -> str:
-    return f"sum by (run_id, {label}) (increase({metric}{{{AUDITOR}}}{_RATE}))"
+    return f"sum by (cluster, run_id, {label}) (increase({metric}{{{AUDITOR}}}{_RATE}))"
 
 
 def _drift(name: str) -> Query:
-    return Query(f'max by (run_id) (auditor_drift{{{AUDITOR}, statistic="{name}"}})', f"{name} {{{{run_id}}}}")
+    return Query(
+        f'max by (cluster, run_id) (auditor_drift{{{AUDITOR}, statistic="{name}"}})',
+        f"{name} {{{{run_id}}}} {{{{cluster}}}}",
+    )
 
 
 def build() -> dashboard.Dashboard:
@@ -50,9 +54,15 @@ def _verdict(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             number(
                 "Tokens off the reference",
-                f'(sum(auditor_mismatched_tokens_total{{{AUDITOR}, side=~"rollout|trainer"}}) or vector(0))'
-                f" and on () sum(auditor_recomputed_tokens_total{{{AUDITOR}}}) > 0",
-                "On which a side differs from the reference. No number: nothing was recomputed.",
+                [
+                    Query(
+                        f'(sum(auditor_mismatched_tokens_total{{{AUDITOR}, side="{side}"}}) or vector(0))'
+                        f" and on () sum(auditor_recomputed_tokens_total{{{AUDITOR}}}) > 0",
+                        side,
+                    )
+                    for side in ("rollout", "trainer")
+                ],
+                "On which the rollout, and on which the trainer differs from it. No number: nothing was recomputed.",
                 bad_from=1,
             )
         )
@@ -75,16 +85,15 @@ def _curves(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             by_step(
                 "Mismatched tokens by step",
-                f'sum by (run_id) (auditor_mismatched_tokens_total{{{AUDITOR}, side="pair"}})'
-                f" or 0 * sum by (run_id) (auditor_compared_tokens_total{{{AUDITOR}}})",
-                "Since the run began. A strict run lies on zero; a native one climbs from its first step.",
+                f"max by (cluster, run_id) (auditor_step_mismatched_tokens{{{AUDITOR}}})",
+                f"Of each step. A strict run lies on zero. {_SKIPPED}",
             )
         )
         .with_panel(
             by_step(
                 "Largest |Δ log-probability| by step",
-                f"max by (run_id) (auditor_max_abs_logprob_diff{{{AUDITOR}}})",
-                "Of each step; a gap where nothing was compared.",
+                f"max by (cluster, run_id) (auditor_max_abs_logprob_diff{{{AUDITOR}}})",
+                f"Of each step; none where nothing was compared. {_SKIPPED}",
                 log=True,
             )
         )
@@ -94,8 +103,9 @@ def _curves(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Mismatched tokens",
                 [
                     Query(
-                        f'sum by (run_id) (increase(auditor_mismatched_tokens_total{{{AUDITOR}, side="pair"}}{_RATE}))'
-                        f" or 0 * sum by (run_id) (auditor_compared_tokens_total{{{AUDITOR}}})"
+                        "sum by (cluster, run_id)"
+                        f' (increase(auditor_mismatched_tokens_total{{{AUDITOR}, side="pair"}}{_RATE}))'
+                        f" or 0 * sum by (cluster, run_id) (auditor_compared_tokens_total{{{AUDITOR}}})"
                     )
                 ],
                 "Gained in each interval. A strict run lies on zero.",
@@ -104,7 +114,7 @@ def _curves(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Largest |Δ log-probability| of a step",
-                [Query(f"max by (run_id) (auditor_max_abs_logprob_diff{{{AUDITOR}}})")],
+                [Query(f"max by (cluster, run_id) (auditor_max_abs_logprob_diff{{{AUDITOR}}})")],
                 "Of the last complete step; a gap where nothing was compared.",
                 log=True,
             )
@@ -119,7 +129,7 @@ def _breakdown(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Mismatched tokens by side",
-                [Query(_by("side", "auditor_mismatched_tokens_total"), "{{side}} {{run_id}}")],
+                [Query(_by("side", "auditor_mismatched_tokens_total"), "{{side}} {{run_id}} {{cluster}}")],
                 "pair: between the two. rollout, trainer: against the reference.",
                 span=8,
                 stacked=True,
@@ -131,8 +141,8 @@ def _breakdown(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 # Not its increase: a cause is first seen with its first samples, and those would be missing.
                 [
                     Query(
-                        f"sum by (run_id, cause) (auditor_mismatched_samples_total{{{AUDITOR}}})",
-                        "{{cause}} {{run_id}}",
+                        f"sum by (cluster, run_id, cause) (auditor_mismatched_samples_total{{{AUDITOR}}})",
+                        "{{cause}} {{run_id}} {{cluster}}",
                     )
                 ],
                 "Samples since the run began.",
@@ -143,7 +153,11 @@ def _breakdown(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Not comparable by condition",
-                [Query(_by("condition", "auditor_not_comparable_samples_total"), "{{condition}} {{run_id}}")],
+                [
+                    Query(
+                        _by("condition", "auditor_not_comparable_samples_total"), "{{condition}} {{run_id}} {{cluster}}"
+                    )
+                ],
                 samples,
                 span=8,
                 stacked=True,
@@ -159,7 +173,7 @@ def _breakdown(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "NaN and infinite log-probabilities",
-                [Query(_by("side", "auditor_nonfinite_logprobs_total"), "{{side}} {{run_id}}")],
+                [Query(_by("side", "auditor_nonfinite_logprobs_total"), "{{side}} {{run_id}} {{cluster}}")],
                 "Counted apart; they enter no mean.",
                 stacked=True,
             )
@@ -201,7 +215,9 @@ def _coverage(page: dashboard.Dashboard) -> dashboard.Dashboard:
             lines(
                 "Chance to miss a fault that both sides share",
                 [
-                    Query(f"(1 - {share}) ^ (({_SHARE}) * ({_JUDGED}))", f"touching {name} {{{{run_id}}}}")
+                    Query(
+                        f"(1 - {share}) ^ (({_SHARE}) * ({_JUDGED}))", f"touching {name} {{{{run_id}}}} {{{{cluster}}}}"
+                    )
                     for share, name in ((0.001, "1 in 1000"), (0.01, "1 in 100"), (0.1, "1 in 10"))
                 ],
                 "(1 − f)ⁿ for n recomputed samples and a fault that touches a share f of them. Faults of one side"

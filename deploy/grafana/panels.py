@@ -22,7 +22,7 @@ class Query:
     """An expression and the legend of its series."""
 
     expression: str
-    legend: str = "{{run_id}}"
+    legend: str = "{{run_id}} {{cluster}}"
 
 
 def board(uid: str, title: str, description: str) -> dashboard.Dashboard:
@@ -88,17 +88,22 @@ def lines(
 
 
 def by_step(title: str, metric: str, description: str, log: bool = False, span: int = 12) -> xychart.Panel:
-    """One curve a run over its own steps, so that runs of different hours lie on one another.
+    """One point a step of each run, over its own steps, so that runs of different hours lie on one another.
 
-    metric: an expression with one series a run. The value is the one that it had when the step was the last complete.
+    metric: an expression with one series for each cluster and run. The value is the one that it had when the step was
+    the last complete; it is looked at as often as the panel has points, however long the range.
     """
-    step = f'(count_values by (run_id) ("step", auditor_step{{{AUDITOR}}}) > bool 0)'
-    target = _target(Query(f"last_over_time((({metric}) * on (run_id) group_right () {step})[$__range:])"))
+    step = f'(count_values by (cluster, run_id) ("step", auditor_step{{{AUDITOR}}}) > bool 0)'
+    value = f"({metric}) * on (cluster, run_id) group_right () {step}"
+    target = _target(Query(f"last_over_time(({value})[$__range:$__interval])"))
     transformations: tuple[tuple[str, dict[str, object]], ...] = (
         ("convertFieldType", {"conversions": [{"targetField": "step", "destinationType": "number"}], "fields": {}}),
-        ("organize", {"excludeByName": {"Time": True}, "indexByName": {"step": 0, "Value": 1, "run_id": 2}}),
+        (
+            "organize",
+            {"excludeByName": {"Time": True}, "indexByName": {"step": 0, "Value": 1, "run_id": 2, "cluster": 3}},
+        ),
         ("sortBy", {"sort": [{"field": "step"}]}),
-        ("partitionByValues", {"fields": ["run_id"], "keepFields": False}),
+        ("partitionByValues", {"fields": ["run_id", "cluster"], "keepFields": False}),
     )
     panel = (
         xychart.Panel()
@@ -108,8 +113,7 @@ def by_step(title: str, metric: str, description: str, log: bool = False, span: 
         .span(span)
         .height(9)
         .mapping(model_xychart.SeriesMapping.AUTO)
-        .show(model_xychart.XYShowMode.POINTS_AND_LINES)
-        .line_width(2)
+        .show(model_xychart.XYShowMode.POINTS)
         .legend(common.VizLegendOptions().show_legend(True).display_mode(common_model.LegendDisplayMode.LIST))
         .with_target(target.instant().format(model_prometheus.PromQueryFormat.TABLE))
     )
@@ -128,13 +132,21 @@ def _symlog() -> common.ScaleDistributionConfig:
 
 
 def number(
-    title: str, expression: str, description: str, unit: str = "short", bad_from: float | None = None, span: int = 4
+    title: str,
+    what: str | Sequence[Query],
+    description: str,
+    unit: str = "short",
+    bad_from: float | None = None,
+    span: int = 4,
 ) -> stat.Panel:
-    """One number; red from `bad_from` up. No series is said as such and is not a zero."""
+    """One number a query; red from `bad_from` up. No series is said as such and is not a zero.
+
+    what: the expression, where there is one and it needs no name.
+    """
     steps = [model.Threshold(value=None, color="green" if bad_from is not None else "text")]
     if bad_from is not None:
         steps.append(model.Threshold(value=bad_from, color="red"))
-    return (
+    panel = (
         stat.Panel()
         .title(title)
         .description(description)
@@ -146,8 +158,10 @@ def number(
         .color_mode(common_model.BigValueColorMode.VALUE)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         .thresholds(dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
-        .with_target(_target(Query(expression, title)))
     )
+    for index, query in enumerate([Query(what, title)] if isinstance(what, str) else what):
+        panel = panel.with_target(_target(query, string.ascii_uppercase[index]))
+    return panel
 
 
 def distribution(title: str, expression: str, description: str, span: int = 12) -> heatmap.Panel:

@@ -9,6 +9,7 @@ logarithms; it is no Grafana.
 import argparse
 import json
 import math
+import re
 import sys
 import time
 import urllib.parse
@@ -47,9 +48,12 @@ class Picture:
     empty: tuple[str, ...]
 
 
-def expand(expression: str, variables: Mapping[str, str], interval: str, span: str = "1h") -> str:
+def expand(
+    expression: str, variables: Mapping[str, str], interval: str, span: str = "1h", resolution: str = "1s"
+) -> str:
     """The expression with Grafana's variables filled in; `.*` where a variable is not given."""
     filled = expression.replace("$__rate_interval", interval).replace("$__range", span)
+    filled = filled.replace("$__interval", resolution)
     for name in ("Cluster", "SessionName", "run"):
         filled = filled.replace(f"${name}", variables.get(name, ".*"))
     return filled
@@ -87,7 +91,9 @@ def _ask(panel: Mapping[str, Any], query: QueryRange, span: tuple[float, float],
     return [
         (_legend(target.get("legendFormat", ""), series["metric"]), series["metric"], series["values"])
         for target in panel["targets"]
-        for series in query(expand(target["expr"], variables, interval, whole), start, span[1], step)
+        for series in query(
+            expand(target["expr"], variables, interval, whole, f"{math.ceil(step)}s"), start, span[1], step
+        )
     ]
 
 
@@ -141,11 +147,13 @@ def _named(found: Found) -> list[str]:
 
 
 def _stat(axes: Axes, panel: Mapping[str, Any], found: Found, _: tuple[float, float]) -> None:
-    value = float(found[0][2][-1][1])
+    values = [(name, float(points[-1][1])) for name, _, points in found]
     steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
-    colour = [s["color"] for s in steps if s["value"] is None or value >= s["value"]][-1]
+    colour = [s["color"] for s in steps if s["value"] is None or max(value for _, value in values) >= s["value"]][-1]
     shown = {"text": "black", "green": "#1a7f37", "red": "#c4162a"}[colour]
-    axes.text(0.42, 0.5, _formatter(panel)(value, None), ha="center", va="center", fontsize=24, color=shown)
+    number = _formatter(panel)
+    text = number(values[0][1], None) if len(values) == 1 else "\n".join(f"{n} {number(v, None)}" for n, v in values)
+    axes.text(0.42, 0.5, text, ha="center", va="center", fontsize=24 if len(values) == 1 else 15, color=shown)
     axes.axis("off")
 
 
@@ -186,9 +194,9 @@ def _lines(axes: Axes, panel: Mapping[str, Any], found: Found, span: tuple[float
 
 
 def _by_step(axes: Axes, panel: Mapping[str, Any], found: Found, _: tuple[float, float]) -> None:
-    for run in sorted({labels["run_id"] for _, labels, _ in found}):
-        points = sorted((float(ls["step"]), float(values[-1][1])) for _, ls, values in found if ls["run_id"] == run)
-        axes.plot(*zip(*points, strict=True), linewidth=1.5, marker="o", markersize=3, label=run)
+    for run in sorted({name for name, _, _ in found}):
+        points = sorted((float(labels["step"]), float(values[-1][1])) for name, labels, values in found if name == run)
+        axes.plot(*zip(*points, strict=True), linestyle="none", marker="o", markersize=3, label=run)
     axes.set_xlabel("step", fontsize=9, labelpad=1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     overrides = panel["fieldConfig"].get("overrides", [])
@@ -225,10 +233,8 @@ def _formatter(panel: Mapping[str, Any]) -> Any:
 
 
 def _legend(template: str, labels: Mapping[str, str]) -> str:
-    text = template
-    for name, value in labels.items():
-        text = text.replace(f"{{{{{name}}}}}", value)
-    return text
+    """A label that a series lacks is empty."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: labels.get(name[1], ""), template).strip()
 
 
 def prometheus(base: str) -> QueryRange:

@@ -14,7 +14,9 @@ def build() -> dashboard.Dashboard:
 
 
 def _each(name: str) -> list[Query]:
-    return [Query(f"max by (run_id, numerics) (ray_rl_{name}{{{RAY}}})", "{{numerics}} {{run_id}}")]
+    return [
+        Query(f"max by (cluster, run_id, numerics) (ray_rl_{name}{{{RAY}}})", "{{numerics}} {{run_id}} {{cluster}}")
+    ]
 
 
 def _learning(page: dashboard.Dashboard) -> dashboard.Dashboard:
@@ -26,8 +28,8 @@ def _learning(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Mismatched tokens",
                 [
                     Query(
-                        f'sum by (run_id) (auditor_mismatched_tokens_total{{{AUDITOR}, side="pair"}})'
-                        f" or 0 * sum by (run_id) (auditor_compared_tokens_total{{{AUDITOR}}})"
+                        f'sum by (cluster, run_id) (auditor_mismatched_tokens_total{{{AUDITOR}, side="pair"}})'
+                        f" or 0 * sum by (cluster, run_id) (auditor_compared_tokens_total{{{AUDITOR}}})"
                     )
                 ],
                 "Since the run began, by the auditor.",
@@ -42,7 +44,12 @@ def _speed(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Seconds of a step by phase",
-                [Query(f"max by (run_id, phase) (ray_rl_step_seconds{{{RAY}}})", "{{phase}} {{run_id}}")],
+                [
+                    Query(
+                        f"max by (cluster, run_id, phase) (ray_rl_step_seconds{{{RAY}}})",
+                        "{{phase}} {{run_id}} {{cluster}}",
+                    )
+                ],
                 "rollout, score, train, publish.",
                 unit="s",
                 stacked=True,
@@ -53,8 +60,9 @@ def _speed(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Response tokens a second",
                 [
                     Query(
-                        f"sum by (run_id, numerics) (rate(ray_rl_response_tokens_total{{{RAY}}}[$__rate_interval]))",
-                        "{{numerics}} {{run_id}}",
+                        "sum by (cluster, run_id, numerics)"
+                        f" (rate(ray_rl_response_tokens_total{{{RAY}}}[$__rate_interval]))",
+                        "{{numerics}} {{run_id}} {{cluster}}",
                     )
                 ],
                 "Sampled, all phases included.",
@@ -73,11 +81,11 @@ def _speed(page: dashboard.Dashboard) -> dashboard.Dashboard:
 
 
 def _records(page: dashboard.Dashboard) -> dashboard.Dashboard:
-    query = f"max by (run_id, side, state) (ray_rl_audit_records{{{RAY}}})"
+    query = f"max by (cluster, run_id, side, state) (ray_rl_audit_records{{{RAY}}})"
     return page.with_row(dashboard.Row("Records for the auditor")).with_panel(
         lines(
             "Records by what became of them",
-            [Query(query, "{{side}} {{state}} {{run_id}}")],
+            [Query(query, "{{side}} {{state}} {{run_id}} {{cluster}}")],
             "spooled: wait on disk. dropped: lost, and an alert.",
             span=24,
         )

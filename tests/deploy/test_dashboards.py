@@ -1,7 +1,9 @@
 """The committed dashboards are those of the program, are sound, and show something on a real Prometheus."""
 
 import json
+import re
 import shutil
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from auditor.client import AuditClient
 from deploy.tour.stack import running_stack
@@ -27,6 +30,10 @@ from deploy.grafana.render import expand, prometheus, render_all  # noqa: E402
 NAMES = sorted(DASHBOARDS)
 # There is no reference in this test; the tour has one. Nor does a call fail.
 RARE = ("auditor_recompute_errors_total", "auditor_recomputed_tokens_total", "auditor_errors_total")
+
+
+# One token of the first sample, and one that is NaN.
+DIFFERING = 2
 
 
 def committed(name: str) -> dict[str, Any]:
@@ -80,6 +87,58 @@ def test_every_expression_parses_and_every_selector_takes_the_variables(name: st
         assert "$" not in expand(expression, {}, "5m")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_told_apart_by_run_is_told_apart_by_cluster_too(name: str) -> None:
+    for panel in committed(name)["panels"]:
+        for target in panel.get("targets", []):
+            groups = re.findall(r"(?:by|on) \(([^)]*)\)", target["expr"])
+            assert all("cluster" in group for group in groups if "run_id" in group), target["expr"]
+            assert "{{cluster}}" in target["legendFormat"] or "{{run_id}}" not in target["legendFormat"]
+
+
+def by_step() -> list[str]:
+    """The two expressions over steps, with the gauge of the step in each."""
+    return [expression for expression in expressions("drift") if "count_values" in expression]
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing: make ops-tools")
+def test_two_clusters_with_one_run_id_are_two_curves_and_a_step_has_its_own_value(tmp_path: Path) -> None:
+    """Steps of a minute: tokens that differ in each, 0, 0, 3, 1 in cluster a and none in b."""
+    series, wanted = [], []
+    for metric, values in (("auditor_step_mismatched_tokens", "0 0 3 1"), ("auditor_max_abs_logprob_diff", "0 0 3 1")):
+        series += [
+            {"series": f'{metric}{{cluster="a",run_id="r"}}', "values": values},
+            {"series": f'{metric}{{cluster="b",run_id="r"}}', "values": "0x3"},
+        ]
+    series += [{"series": f'auditor_step{{cluster="{cluster}",run_id="r"}}', "values": "0+1x3"} for cluster in "ab"]
+    for cluster, points in (("a", (0, 0, 3, 1)), ("b", (0, 0, 0, 0))):
+        for step, value in enumerate(points):
+            wanted.append({"labels": f'{{cluster="{cluster}",run_id="r",step="{step}"}}', "value": value})
+    asked = [
+        {"expr": expand(expression, {}, "1m", resolution="15s"), "eval_time": "3m", "exp_samples": wanted}
+        for expression in by_step()
+    ]
+    test = {
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}],
+    }
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
+    done = subprocess.run(
+        ["promtool", "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(asked) == 2
+
+
+def test_the_cost_of_a_long_range_is_that_of_its_points_and_what_is_skipped_is_said() -> None:
+    assert all("[$__range:$__interval]" in expression for expression in by_step())
+    panels = [panel for panel in committed("drift")["panels"] if panel["type"] == "xychart"]
+    assert len(panels) == 2
+    assert all("faster than a scrape are skipped" in panel["description"] for panel in panels)
+    assert all(panel["options"]["mapping"] == "auto" for panel in panels)
+    assert all(panel["fieldConfig"]["defaults"]["custom"]["show"] == "points" for panel in panels)
+
+
 def test_a_broken_expression_would_be_found() -> None:
     with pytest.raises(ValueError, match="unclosed"):
         promql.parse('sum(rate(auditor_records_total{cluster=~".*"}[5m])')
@@ -118,13 +177,15 @@ def test_every_expression_returns_series_from_a_real_auditor_and_a_panel_is_draw
                 if any(rare in expression for rare in RARE):
                     continue
                 assert stack.query(expand(expression, {"run": "run"}, "1m")), expression
-        (by_step,) = (e for e in expressions("drift") if "count_values" in e and "max_abs" in e)
-        series = stack.query(expand(by_step, {}, "1m"))
-        assert {one["metric"]["run_id"] for one in series} == {"run", "other"}
-        ours = [one for one in series if one["metric"]["run_id"] == "run"]
-        points = {int(one["metric"]["step"]): float(one["value"][1]) for one in ours}
-        assert points.keys() > {2, 4}
-        assert all((points[step] == 0) == (step < 3) for step in points), "the fault begins with step 3"
+        for expression in by_step():
+            series = stack.query(expand(expression, {}, "1m"))
+            assert {one["metric"]["run_id"] for one in series} == {"run", "other"}
+            ours = [one for one in series if one["metric"]["run_id"] == "run"]
+            points = {int(one["metric"]["step"]): float(one["value"][1]) for one in ours}
+            assert points.keys() > {2, 4}
+            assert all((points[step] == 0) == (step < 3) for step in points), "the fault begins with step 3"
+            if "auditor_step_mismatched_tokens" in expression:
+                assert max(points.values()) == DIFFERING, "of one step, not since the run began"
         span = (began, time.time())
         drawn = render_all(prometheus(stack.prometheus), span, tmp_path / "png", {"run": "run"})
     assert [path.name for path in drawn] == [f"dashboard-{name}.png" for name in NAMES]
