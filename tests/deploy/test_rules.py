@@ -1,9 +1,11 @@
 """The rule file says what its tests and its runbook say, and the tests can fail."""
 
+import json
 import re
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ RULES: dict[str, Any] = yaml.safe_load((FOLDER / "rules.yml").read_text())
 ALERTS: dict[str, dict[str, Any]] = {
     rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule
 }
-TESTS = " ".join(test["name"] for test in yaml.safe_load((FOLDER / "rules_test.yml").read_text())["tests"])
+RULE_TESTS: dict[str, Any] = yaml.safe_load((FOLDER / "rules_test.yml").read_text())
+TESTS = " ".join(test["name"] for test in RULE_TESTS["tests"])
 
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing: make ops-tools")
 
@@ -60,24 +63,51 @@ def test_every_alert_has_a_severity_a_summary_a_runbook_and_both_tests(alert: st
 @needs_promtool
 @pytest.mark.slow
 @pytest.mark.parametrize("alert", ALERTS)
-def test_the_tests_reject_an_alert_that_never_fires_and_one_that_always_does(alert: str, tmp_path: Path) -> None:
+def test_the_tests_reject_an_alert_that_never_fires_always_does_or_waits_another_time(
+    alert: str, tmp_path: Path
+) -> None:
     # Only the alert's own tests: all of them would take a minute.
-    tests = yaml.safe_load((FOLDER / "rules_test.yml").read_text())
-    tests["tests"] = [test for test in tests["tests"] if re.search(rf"\b{alert} (fires|is silent)", test["name"])]
-    (tmp_path / "rules_test.yml").write_text(yaml.safe_dump(tests))
+    own = [test for test in RULE_TESTS["tests"] if re.search(rf"\b{alert} (fires|is silent)", test["name"])]
+    (tmp_path / "rules_test.yml").write_text(json.dumps({**RULE_TESTS, "tests": own}))
     shutil.copy(FOLDER / "rules.yml", tmp_path)
     assert promtool("test", "rules", str(tmp_path / "rules_test.yml")).returncode == 0
-    for mutant in ("vector(0) > 1", "vector(1)"):
-        if alert == "Watchdog" and mutant == "vector(1)":
-            continue
-        ALERTS_FOR_MUTANT = yaml.safe_load((FOLDER / "rules.yml").read_text())
-        for group in ALERTS_FOR_MUTANT["groups"]:
+    for mutant in mutants(alert):
+        rules = deepcopy(RULES)
+        for group in rules["groups"]:
             for rule in group["rules"]:
                 if rule.get("alert") == alert:
-                    rule["expr"] = mutant
-                    rule.pop("for", None)
-        (tmp_path / "rules.yml").write_text(yaml.safe_dump(ALERTS_FOR_MUTANT))
+                    rule.update(mutant)
+        (tmp_path / "rules.yml").write_text(json.dumps(rules))
         assert promtool("test", "rules", str(tmp_path / "rules_test.yml")).returncode == 1, mutant
+
+
+def mutants(alert: str) -> list[dict[str, Any]]:
+    """What is changed in each: never and always true, and each of its two times gone and ten times as long."""
+    rule = ALERTS[alert]
+    changes: list[dict[str, Any]] = [{"expr": "vector(0) > 1", "for": "0s"}]
+    if alert != "Watchdog":
+        changes.append({"expr": "vector(1)", "for": "0s"})
+    for name in ("for", "keep_firing_for"):
+        if name in rule:
+            changes += [{name: "0s"}, {name: re.sub(r"\d+", lambda number: f"{number[0]}0", rule[name])}]
+    texts = {key: one_cluster(text) for key, text in rule["annotations"].items()}
+    if texts != rule["annotations"]:
+        changes.append({"annotations": texts})
+    return changes
+
+
+def one_cluster(text: str) -> str:
+    """A text that asks for the run, whichever cluster it is in."""
+    return text.replace("cluster=%q,", "").replace(" $labels.cluster", "")
+
+
+def test_every_alert_that_waits_has_a_mutant_for_it() -> None:
+    waiting = {alert for alert, rule in ALERTS.items() if "for" in rule}
+    assert len(waiting) == 9
+    assert all({"for": "0s"} in mutants(alert) for alert in waiting)
+    assert {"for": "300s"} in mutants("AuditorDown")
+    asking = {alert for alert, rule in ALERTS.items() if "query" in str(rule["annotations"])}
+    assert {alert for alert in ALERTS if "annotations" in mutants(alert)[-1]} == asking
 
 
 def test_every_metric_in_the_rules_is_one_that_the_auditor_exports(tmp_path: Path) -> None:
