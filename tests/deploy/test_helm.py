@@ -397,6 +397,36 @@ def test_a_ledger_elsewhere_is_found_by_its_name_also_where_the_answer_is_long()
     assert ports == {(5432, "TCP"), (53, "UDP"), (53, "TCP")}
 
 
+def notes(shape: str, *extra: str) -> str:
+    """What is printed after an installation, by Helm 4: Helm 3 asks the cluster first even where it installs nothing."""
+    file = str(CHART / f"shapes/{shape}.yaml")
+    done = helm("4", "install", "rl", str(CHART), "-n", "rl-system", "--dry-run=client", "-f", file, *extra)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("\nNOTES:\n")[2]
+
+
+@pytest.mark.skipif("4" not in HELMS, reason="Helm 4 is missing: make ops-tools")
+def test_the_notes_say_how_to_submit_a_job_with_the_clusters_token_and_which_kuberay_that_needs() -> None:
+    said = notes("raycluster-cuda")
+    commands = [line.strip() for line in said.splitlines() if line.startswith("  ")]
+    name = one(rendered("4", "raycluster-cuda"), "RayCluster")["metadata"]["name"]
+    script = "\n".join(command for command in commands if "port-forward" not in command)
+    stand_ins = """
+        kubectl() { test "$*" = "-n rl-system get secret rl-job -o jsonpath={.data.auth_token}" && printf c2VjcmV0; }
+        ray() { echo "$RAY_ADDRESS $RAY_AUTH_MODE $RAY_AUTH_TOKEN $*"; }
+    """
+    done = subprocess.run(["bash", "-euc", f"{stand_ins}\n{script}"], capture_output=True, text=True, check=True)
+    submit = "job submit -- python3 -m services.main --config /etc/rl-job/job.yaml"
+    assert done.stdout.strip() == f"http://127.0.0.1:8265 token secret {submit}"
+    assert f"svc/{name}-head-svc 8265" in commands[0]
+    assert "KubeRay 1.5.1" in said
+    without = notes("raycluster-cuda", "--set", "job.tokenAuth=false")
+    assert "ray job submit" in without
+    assert "RAY_AUTH" not in without
+    assert "KubeRay" not in without
+    assert "KubeRay 1.5.1" in notes("rayjob-cuda")
+
+
 def test_the_packaged_chart_carries_the_rules_and_dashboards_themselves(tmp_path: Path) -> None:
     packaged = helm(HELMS[-1], "package", str(CHART), "-d", str(tmp_path))
     assert packaged.returncode == 0, packaged.stderr
