@@ -11,9 +11,10 @@ ARG RAY_VERSION=2.60.0
 ARG MEGATRON_VERSION=0.19.2
 USER 0
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# Builds the reference here; Triton calls a compiler at run time.
+# Builds the reference here; Triton calls a compiler at run time. KubeRay's probes call wget in the container.
 # hadolint ignore=DL3008
-RUN command -v c++ || { apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; }
+RUN { command -v c++ && command -v wget; } \
+    || { apt-get update && apt-get install -y --no-install-recommends g++ wget && rm -rf /var/lib/apt/lists/*; }
 WORKDIR /opt/rl-kernel
 COPY pyproject.toml CMakeLists.txt README.md ./
 COPY rl_kernel rl_kernel

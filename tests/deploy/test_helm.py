@@ -264,6 +264,8 @@ def test_rays_dashboard_is_told_where_grafana_is_and_prometheus_where_rays_metri
     head = spec.get("rayClusterSpec", spec)["headGroupSpec"]["template"]
     environment = {each["name"]: each["value"] for each in head["spec"]["containers"][0]["env"]}
     assert environment["RAY_GRAFANA_HOST"] == "http://grafana.monitoring.svc:3000"
+    # What the browser opens: the address above is known inside the cluster only.
+    assert environment["RAY_GRAFANA_IFRAME_HOST"] == "https://grafana.example.com"
     assert environment["RAY_PROMETHEUS_HOST"] == "http://prometheus.monitoring.svc:9090"
     monitor = one(documents, "PodMonitor")["spec"]
     ports = {port["name"] for port in head["spec"]["containers"][0]["ports"]}
@@ -300,6 +302,8 @@ def test_the_rules_in_the_chart_are_the_rules_that_are_tested() -> None:
     text = (REPOSITORY / "deploy/prometheus/rules.yml").read_text()
     based = text.replace("runbook_url: docs/", "runbook_url: https://example.com/rl-kernel/docs/")
     assert rule["spec"] == yaml.safe_load(based)
+    links = [r["annotations"]["runbook_url"] for g in rule["spec"]["groups"] for r in g["rules"] if "alert" in r]
+    assert all(link.startswith("https://example.com/rl-kernel/docs/operations/alerts.md#") for link in links)
 
 
 def test_every_dashboard_is_in_the_chart() -> None:
@@ -325,6 +329,8 @@ def test_every_dashboard_is_in_the_chart() -> None:
         ("auditor.postgres.url=postgresql://me:secret@db/x", "url"),
         ("auditor.persistence.size=lots", "size"),
         ("job.workers.gpus=0", "gpus"),
+        ("monitoring.prometheusRule.runbookBase=docs", "runbookBase"),
+        ("job.grafanaIframeHost=grafana:3000", "grafanaIframeHost"),
     ],
 )
 def test_a_value_that_cannot_be_right_is_refused_by_name(setting: str, complaint: str) -> None:
@@ -346,6 +352,11 @@ EGRESS = "auditor.networkPolicy.egress[0].ports[0].port=5432"
             ("auditor.networkPolicy.readerNamespaces=null",),
             "auditor.networkPolicy.enabled=false",
             "auditor.networkPolicy.readerNamespaces",
+        ),
+        (
+            ("monitoring.prometheusRule.runbookBase=",),
+            "monitoring.prometheusRule.enabled=false",
+            "monitoring.prometheusRule.runbookBase",
         ),
         (
             ("auditor.tls.existingSecret=x",),
@@ -398,7 +409,7 @@ def test_a_ledger_elsewhere_is_found_by_its_name_also_where_the_answer_is_long()
 
 
 def notes(shape: str, *extra: str) -> str:
-    """What is printed after an installation, by Helm 4: Helm 3 asks the cluster first even where it installs nothing."""
+    """What is printed after an installation, by Helm 4: Helm 3 asks a cluster first, also in a dry run."""
     file = str(CHART / f"shapes/{shape}.yaml")
     done = helm("4", "install", "rl", str(CHART), "-n", "rl-system", "--dry-run=client", "-f", file, *extra)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,16 @@ def test_every_image_takes_its_base_as_an_argument_and_ends_as_nobody(file: Path
     assert {line for line in lines if line.startswith("FROM ")} <= {"FROM ${BASE_IMAGE}", "FROM ${BASE_IMAGE} AS build"}
     assert [line for line in lines if line.startswith("USER ")][-1] == "USER 65532:65532"
     assert file.with_name(f"{file.name}.dockerignore").read_text().startswith("**\n")
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in DOCKERFILES if file.stem.startswith("job-")], ids=lambda f: str(f.stem)
+)
+def test_a_jobs_image_has_the_wget_that_kuberays_probes_call(file: Path) -> None:
+    installs = re.findall(r"apt-get install[^&\n]*(?:\\\n[^&\n]*)*", file.read_text())
+    assert any("wget" in words.split() for words in installs)
+    # Where only what is missing is installed, wget is among what is looked for.
+    assert "command -v c++" not in file.read_text() or "command -v wget" in file.read_text()
 
 
 @pytest.mark.skipif(not shutil.which("docker-compose"), reason="docker-compose is missing: make ops-tools")
@@ -100,6 +111,11 @@ def test_what_compose_mounts_and_passes_is_there_and_is_understood(name: str, mo
         secrets = {service: values["secrets"] for service, values in services.items() if "secrets" in values}
         assert [Path(p).name for p in (auditor.token_file, auditor.tokens_file) if p] == secrets["auditor"]
         assert [Path(config.auditor.token_file).name] == secrets["job"], "the job holds its own token and no other"
+
+
+def test_grafana_lets_rays_dashboard_show_its_panels() -> None:
+    environment = yaml.safe_load(COMPOSE.read_text())["services"]["grafana"]["environment"]
+    assert environment["GF_SECURITY_ALLOW_EMBEDDING"] == "true"
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,10 @@ spec:
         - name: RAY_GRAFANA_HOST
           value: {{ . | quote }}
         {{- end }}
+        {{- with $job.grafanaIframeHost }}
+        - name: RAY_GRAFANA_IFRAME_HOST
+          value: {{ . | quote }}
+        {{- end }}
         {{- with $job.prometheusHost }}
         - name: RAY_PROMETHEUS_HOST
           value: {{ . | quote }}
