@@ -11,6 +11,7 @@ import yaml
 
 from auditor.config import Config as AuditorConfig
 from auditor.weights_place import LocalWeights
+from deploy.chart_schema import CHARTS_OWN, SCHEMA, schema_text
 from services.config import Weights, build_config
 from services.job import weights_root
 from services.run_folder import RunFolder
@@ -105,7 +106,9 @@ def crd_schemas() -> dict[tuple[str, str], Any]:
 
 
 @pytest.mark.skipif(
-    CRDS is None, reason="no CRD schemas: name a folder with those of KubeRay and prometheus-operator in CRDS"
+    CRDS is None,
+    reason="RayJob, RayCluster, ServiceMonitor, PodMonitor, PrometheusRule are NOT validated: their schemas are not in"
+    " this repository; put the CRDs of KubeRay and prometheus-operator into a folder and name it in CRDS",
 )
 def test_custom_resources_are_valid_by_their_own_definitions_and_a_misspelt_field_is_not() -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is missing")
@@ -330,6 +333,11 @@ def test_every_dashboard_is_in_the_chart() -> None:
         ("auditor.persistence.size=lots", "size"),
         ("job.workers.gpus=0", "gpus"),
         ("monitoring.prometheusRule.runbookBase=docs", "runbookBase"),
+        ("auditor.config.recompute_rat=0.1", "recompute_rat"),
+        ("auditor.config.recompute_workers=0", "recompute_workers"),
+        ("auditor.config.retain_days=long", "retain_days"),
+        ("auditor.config.stop_at_eof=true", "stop_at_eof"),
+        ("job.config.run.name=no spaces", "name"),
         ("job.grafanaIframeHost=grafana:3000", "grafanaIframeHost"),
     ],
 )
@@ -436,6 +444,21 @@ def test_the_notes_say_how_to_submit_a_job_with_the_clusters_token_and_which_kub
     assert "RAY_AUTH" not in without
     assert "KubeRay" not in without
     assert "KubeRay 1.5.1" in notes("rayjob-cuda")
+
+
+def test_the_schema_has_every_setting_of_the_auditor_as_the_auditor_has_it() -> None:
+    assert SCHEMA.read_text() == schema_text(), "run `python -m deploy.chart_schema`"
+    config = json.loads(SCHEMA.read_text())["properties"]["auditor"]["properties"]["config"]
+    assert config["properties"].keys() | set(CHARTS_OWN) == AuditorConfig.model_fields.keys()
+    assert not config["properties"].keys() & set(CHARTS_OWN)
+
+
+@pytest.mark.parametrize("setting", ["recompute_rate=0.5", "retain_days=30", "recompute_idle=true", "archive=/archive"])
+def test_the_auditors_own_settings_pass_through_the_schema(setting: str) -> None:
+    documents = rendered(HELMS[-1], "minimal", "--set", f"auditor.config.{setting}")
+    config = AuditorConfig.model_validate(yaml.safe_load(one(documents, "ConfigMap")["data"]["auditor.yaml"]))
+    name, _, value = setting.partition("=")
+    assert str(getattr(config, name)) in (value, f"{value}.0", value.title())
 
 
 def test_the_packaged_chart_carries_the_rules_and_dashboards_themselves(tmp_path: Path) -> None:
