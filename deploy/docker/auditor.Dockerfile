@@ -17,7 +17,8 @@ COPY pyproject.toml CMakeLists.txt README.md ./
 COPY rl_kernel rl_kernel
 COPY auditor auditor
 COPY services/__init__.py services/
-# Of pyarrow stay Parquet and the file systems; its RPC server, headers and tests are a third of it.
+# Of pyarrow stay Parquet and the file systems; its RPC server, headers, sources and tests are a third of it. One of its
+# libraries comes three times, and only the one that the others link (with one number) is opened.
 RUN python3 -m venv /opt/auditor \
     && /opt/auditor/bin/pip wheel --no-cache-dir --no-deps -w /wheels . \
     && /opt/auditor/bin/pip install --no-cache-dir "$(ls /wheels/*.whl)[auditor,archive,postgres]" \
@@ -25,7 +26,9 @@ RUN python3 -m venv /opt/auditor \
     && /opt/auditor/bin/python -m compileall -q /opt/auditor/lib \
     && find /opt/auditor/lib \( -path '*/site-packages/services' -o -path '*/rl_kernel/ops' \
         -o -path '*/pyarrow/include' -o -path '*/pyarrow/tests' -o -path '*/pyarrow/src' \
-        -o -path '*/pyarrow/*flight*' \) -prune -exec rm -rf {} +
+        -o -path '*/pyarrow/*flight*' -o -path '*/pyarrow/*.py[xd]' -o -path '*/pyarrow/*.pxi' \
+        -o -path '*/pyarrow/libarrow_python*.so' -o -path '*/pyarrow/libarrow_python*.so.*.*' \
+        -o -path '*/numpy/*tests' -o -path '*/numpy/f2py' -o -path '*/numpy/_core/include' \) -prune -exec rm -rf {} +
 
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE}
@@ -38,4 +41,3 @@ ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
 EXPOSE 50051 9464
 VOLUME /var/lib/auditor
 ENTRYPOINT ["/opt/auditor/bin/python", "-m", "auditor.main"]
-HEALTHCHECK --interval=10s --timeout=3s --start-period=60s CMD ["/opt/auditor/bin/python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9464/readyz', timeout=2)"]

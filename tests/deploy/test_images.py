@@ -113,6 +113,18 @@ def test_what_compose_mounts_and_passes_is_there_and_is_understood(name: str, mo
         assert [Path(config.auditor.token_file).name] == secrets["job"], "the job holds its own token and no other"
 
 
+def test_the_auditors_health_is_asked_where_it_listens_and_by_who_knows_where_that_is() -> None:
+    assert "HEALTHCHECK" not in (DOCKER / "auditor.Dockerfile").read_text(), "an image cannot know the config"
+    plain, tokens = (
+        yaml.safe_load((COMPOSE.parent / name).read_text())["services"]["auditor"]
+        for name in ("compose.yaml", "compose.tokens.yaml")
+    )
+    for command in (plain["command"], tokens["command"]):
+        port = command[command.index("--http") + 1].rpartition(":")[2]
+        assert f"http://127.0.0.1:{port}/readyz" in plain["healthcheck"]["test"][-1]
+        assert "--tls-certificate" not in command
+
+
 def test_grafana_lets_rays_dashboard_show_its_panels() -> None:
     environment = yaml.safe_load(COMPOSE.read_text())["services"]["grafana"]["environment"]
     assert environment["GF_SECURITY_ALLOW_EMBEDDING"] == "true"
@@ -165,7 +177,7 @@ def test_the_auditors_image_is_small_runs_as_nobody_and_judges(image: str, tmp_p
     assert facts["OCIv1"]["config"]["User"] == "65532:65532"
     container = buildah("from", image).strip()
     root = Path(buildah("mount", container).strip())
-    own = sum(file.lstat().st_size for file in (root / "opt/auditor").rglob("*") if not file.is_dir()) / 2**20
+    own = sum(file.lstat().st_size for file in (root / "opt/auditor").rglob("*") if not file.is_dir()) / 10**6
     print(f"the auditor's image: {own:.0f} MB over its base")
     assert own < 250
     assert not list((root / "opt/auditor").rglob("site-packages/torch"))
