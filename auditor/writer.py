@@ -1,5 +1,6 @@
 """One thread writes the ledger; what waits for it is written together, and answered after it is durable."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any, TypeVar, cast
 from auditor.errors import LedgerError
 from auditor.storage.ledger import Counts, Ledger, Unit
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 _GROUP = 64
 
@@ -83,9 +85,22 @@ class Writer:
                     break
             group = [task for task in tasks if task is not None]
             if group:
-                self._write(group)
+                self._write_or_fail(group)
             if tasks[-1] is None:
                 return
+
+    def _write_or_fail(self, group: list[_Task]) -> None:
+        """Whatever happens, everybody who waits is answered and the thread lives: without it nothing is written again.
+
+        What became durable all the same is found at the next commit, as after any other failure.
+        """
+        try:
+            self._write(group)
+        except Exception as error:
+            log.exception("the ledger's writer failed on a group of %d", len(group))
+            self._uncertain = True
+            self._trouble = f"the ledger's writer failed: {error!r}"
+            _fail([task for task in group if not task.future.done()], LedgerError(self._trouble))
 
     def _write(self, group: list[_Task]) -> bool:
         """Write a group; whether a transaction could be begun at all."""
@@ -98,6 +113,8 @@ class Writer:
                     results.append((task, *self._attempt(unit, task)))
         except LedgerError as error:
             self._uncertain = True
+            if not self._trouble:
+                log.warning("the ledger cannot be written: %s", error)
             self._trouble = str(error)
             if begun and len(group) > 1:
                 self._write_each(group)

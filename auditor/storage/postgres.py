@@ -13,6 +13,21 @@ except ImportError as error:
     raise ConfigError("a postgresql:// ledger needs psycopg: install the extra `postgres`") from error
 
 _WRITER_LOCK: Final = 0x61756469746F72  # "auditor"
+# Both ends notice a dead peer within half a minute: a thread waits here, and there a lost session holds the lock.
+_KEEPALIVE: Final[Mapping[str, Any]] = {
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+_SESSION: Final = (
+    "SET tcp_keepalives_idle = 10",
+    "SET tcp_keepalives_interval = 5",
+    "SET tcp_keepalives_count = 3",
+    # A commit is acknowledged, so it must be on disk, whatever the server's or the role's default is.
+    "SET synchronous_commit = on",
+)
 
 
 class PostgresDatabase:
@@ -61,20 +76,32 @@ class PostgresDatabase:
     def _ready(self, sql: str) -> "psycopg.Connection[Row]":
         """The connection, made again where it was lost and nothing is in flight on it."""
         if self._connection.closed and (sql == "BEGIN" or not self._writer):
-            self._connection = self._connect()
+            try:
+                self._connection = self._connect()
+            except ConfigError as error:
+                # At a start it is somebody's mistake; here it may be this auditor's own lost session, which passes.
+                raise LedgerError(str(error)) from None
         return self._connection
 
     def _connect(self) -> "psycopg.Connection[Row]":
         with self._translated():
-            connection = psycopg.connect(self._url, autocommit=True, connect_timeout=5)
-            if self._writer:
-                row = connection.execute("SELECT pg_try_advisory_lock(%s)", (_WRITER_LOCK,)).fetchone()
-                if row is None or not row[0]:
-                    connection.close()
-                    raise ConfigError(
-                        "the PostgreSQL ledger is in use by another auditor; stop it or use another database"
-                    )
-            return connection
+            connection = psycopg.connect(self._url, autocommit=True, connect_timeout=5, **_KEEPALIVE)
+        try:
+            with self._translated():
+                self._set_up(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _set_up(self, connection: "psycopg.Connection[Row]") -> None:
+        for setting in _SESSION:
+            connection.execute(setting)
+        if not self._writer:
+            return
+        row = connection.execute("SELECT pg_try_advisory_lock(%s)", (_WRITER_LOCK,)).fetchone()
+        if row is None or not row[0]:
+            raise ConfigError("the PostgreSQL ledger is in use by another auditor; stop it or use another database")
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

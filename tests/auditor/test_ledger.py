@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import psycopg
 import pytest
 
 from auditor.codec import encode
@@ -235,6 +236,48 @@ def test_a_killed_postgresql_fails_what_is_in_flight_and_is_found_again(postgres
     assert receive(ledger, pipeline(), 0) == ["duplicate"] * 2
     ledger.close()
     assert verify(open_database(postgres.url, False)).entries == 6
+
+
+def test_a_lock_that_another_session_took_meanwhile_fails_the_write_and_not_the_writer(
+    postgres: PostgresServer,
+) -> None:
+    postgres.fresh_database()
+    ledger = Ledger(open_database(postgres.url, True))
+    writer = Writer(ledger, lambda counts: None, lambda: None, 8)
+    assert writer.submit(lambda unit: unit.count("a")).exception(5) is None
+    with psycopg.connect(postgres.url, autocommit=True) as other:
+        other.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
+        other.execute("SELECT pg_advisory_lock(%s)", (0x61756469746F72,))
+        for _ in range(3):  # the first one finds the connection lost, the others find the lock taken
+            assert isinstance(writer.submit(lambda unit: unit.count("a")).exception(10), LedgerError)
+        assert "in use by another auditor" in writer.trouble()
+    wait_until(lambda: writer.trouble() == "")
+    writer.close()
+    ledger.close()
+
+
+def test_a_writer_whose_observer_raises_answers_everybody_and_goes_on(tmp_path: Path) -> None:
+    ledger, heard = Ledger(open_database(str(tmp_path / "ledger.db"), True)), iter([None])
+    recovered: list[bool] = []
+    # The second commit's counters find an exhausted observer.
+    writer = Writer(ledger, lambda counts: next(heard), lambda: recovered.append(True), 8)
+    assert writer.submit(lambda unit: unit.count("a")).exception(5) is None
+    assert isinstance(writer.submit(lambda unit: unit.count("a")).exception(5), LedgerError)
+    assert writer.trouble() == "", "the probe goes through, and with it what is durable is read anew"
+    assert recovered == [True]
+    writer.close()
+    assert ledger.counters()["a", ()] == 2.0
+    ledger.close()
+
+
+def test_an_acknowledged_commit_is_flushed_whatever_the_server_says(postgres: PostgresServer) -> None:
+    postgres.fresh_database()
+    with psycopg.connect(postgres.url, autocommit=True) as operator:
+        operator.execute("ALTER DATABASE auditor SET synchronous_commit = off")
+    database = open_database(postgres.url, True)
+    assert database.all("SHOW synchronous_commit") == [("on",)]
+    assert database.all("SHOW tcp_keepalives_idle") == [("10",)]
+    database.close()
 
 
 def test_evidence_is_retired_by_age_written_away_and_still_in_the_chain(connect: Open, tmp_path: Path) -> None:
