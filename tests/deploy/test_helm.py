@@ -461,6 +461,28 @@ def test_the_auditors_own_settings_pass_through_the_schema(setting: str) -> None
     assert str(getattr(config, name)) in (value, f"{value}.0", value.title())
 
 
+def test_the_statefulset_has_a_headless_service_of_its_own_that_no_monitor_finds() -> None:
+    documents = rendered(HELMS[-1], "auditor")
+    services = {d["metadata"]["name"]: d for d in documents if d["kind"] == "Service"}
+    governing = services[one(documents, "StatefulSet")["spec"]["serviceName"]]
+    assert governing["spec"]["clusterIP"] == "None"
+    found = one(documents, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items()
+    assert [name for name, service in services.items() if found <= service["metadata"]["labels"].items()] == [
+        "rl-auditor"
+    ]
+
+
+def test_a_digest_takes_the_place_of_the_tag() -> None:
+    digest = "sha256:" + "0f" * 32
+    documents = rendered(HELMS[-1], "rayjob-cuda", "--set", f"auditor.image.digest={digest},job.image.digest={digest}")
+    (auditor,) = one(documents, "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    assert auditor["image"] == f"rl-kernel-auditor@{digest}"
+    assert {pod["containers"][0]["image"] for pod in job_pods(documents)} == {f"rl-kernel-job-cuda@{digest}"}
+    refused = templated("auditor", "auditor.image.digest=latest")
+    assert refused.returncode != 0
+    assert "digest" in refused.stderr
+
+
 def test_the_packaged_chart_carries_the_rules_and_dashboards_themselves(tmp_path: Path) -> None:
     packaged = helm(HELMS[-1], "package", str(CHART), "-d", str(tmp_path))
     assert packaged.returncode == 0, packaged.stderr

@@ -21,7 +21,11 @@ app.kubernetes.io/component: auditor
 {{- end }}
 
 {{- define "rlk.image" -}}
+{{- if .image.digest -}}
+{{ .image.repository }}@{{ .image.digest }}
+{{- else -}}
 {{ .image.repository }}:{{ .image.tag | default .appVersion }}
+{{- end }}
 {{- end }}
 
 {{- /* Prometheus, alerts and dashboards tell clusters apart by this label. */ -}}
