@@ -167,7 +167,9 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
+        # The error itself would quote the line, and with it a password of the ledger's URL.
+        mark = getattr(error, "problem_mark", None)
+        raise ConfigError(f"config {path}{f', line {mark.line + 1}' if mark else ''}: not YAML") from None
     if settings is None:
         return {}
     if not isinstance(settings, dict):

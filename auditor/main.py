@@ -109,7 +109,10 @@ class Auditor:
         return f"{host}:{port}"
 
     def _why_not_ready(self) -> str:
-        return self._writer.trouble() if self._reader.ready() else "the ledger does not answer"
+        """Without a database's own words, which name hosts and paths: nobody is asked for a token. The log has them."""
+        if not self._reader.ready():
+            return "the ledger does not answer"
+        return "the ledger cannot be written; the log says why" if self._writer.trouble() else ""
 
     def close(self) -> None:
         """Stop taking records, write what was taken, let go of everything. In reverse order of the start."""

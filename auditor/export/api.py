@@ -174,7 +174,7 @@ def _add_health(app: FastAPI, metrics: Metrics, facts: Facts) -> None:
 
     @app.get("/readyz", responses={**text, **_NOT_READY}, response_class=Response)
     def readyz() -> Response:
-        """The ledger can be read and written; where not, the problem says why."""
+        """The ledger can be read and written; where not, the problem says which of the two."""
         reason = facts.not_ready()
         if reason:
             raise LedgerError(reason)

@@ -21,6 +21,21 @@ _KEEPALIVE: Final[Mapping[str, Any]] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
+# What the driver's message says → what is told.
+_REASONS: Final = (
+    ("password authentication failed", "the password or the user is wrong"),
+    ("no password supplied", "the server asks for a password"),
+    ("no pg_hba.conf entry", "the server lets this user in from nowhere near here (pg_hba.conf)"),
+    ("does not exist", "the database or the role does not exist"),
+    ("too many", "the server has no connection left"),
+    ("starting up", "the server is starting"),
+    ("shutting down", "the server is shutting down"),
+    ("Connection refused", "connection refused"),
+    ("timeout", "no answer in time"),
+    ("resolve host", "the host's name is not known"),
+    ("translate host name", "the host's name is not known"),
+    ("SSL", "TLS cannot be agreed on"),
+)
 _SESSION: Final = (
     "SET tcp_keepalives_idle = 10",
     "SET tcp_keepalives_interval = 5",
@@ -84,8 +99,15 @@ class PostgresDatabase:
         return self._connection
 
     def _connect(self) -> "psycopg.Connection[Row]":
-        with self._translated():
+        try:
             connection = psycopg.connect(self._url, autocommit=True, connect_timeout=5, **_KEEPALIVE)
+        except psycopg.ProgrammingError:
+            raise ConfigError(
+                "the PostgreSQL ledger's URL cannot be parsed; it is postgresql://USER:PASSWORD@HOST:PORT/DATABASE,"
+                " with %25 for a percent sign in the password, %40 for an at sign and %2F for a slash"
+            ) from None
+        except psycopg.Error as error:
+            raise LedgerError(f"PostgreSQL ledger: no connection: {_why(error)}") from None
         try:
             with self._translated():
                 self._set_up(connection)
@@ -109,6 +131,12 @@ class PostgresDatabase:
             yield
         except psycopg.Error as error:
             raise LedgerError(f"PostgreSQL ledger: {' '.join(str(error).split())}") from error
+
+
+def _why(error: psycopg.Error) -> str:
+    """In words of our own: the driver quotes the URL's parts, and an @ in a password makes the rest of it a host."""
+    said = str(error)
+    return next((ours for theirs, ours in _REASONS if theirs in said), "the server cannot be reached by this URL")
 
 
 def _marks(sql: str) -> Any:
