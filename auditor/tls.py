@@ -27,7 +27,7 @@ class TlsFiles:
     def stamp(self) -> tuple[int, ...]:
         """Changes when one of the files does."""
         files = (self.certificate, self.key, self.client_ca)
-        return tuple(file.stat().st_mtime_ns for file in files if file is not None and file.exists())
+        return tuple(_changed_at(file) for file in files if file is not None)
 
 
 def grpc_credentials(files: TlsFiles) -> grpc.ServerCredentials:
@@ -62,6 +62,9 @@ def http_context(files: TlsFiles) -> ssl.SSLContext:
     """A server's context; ConfigError where the files do not fit together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # A resumed session would be let in on the word of an authority that was withdrawn meanwhile.
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
     files.read()
     try:
         context.load_cert_chain(files.certificate, files.key)
@@ -74,10 +77,16 @@ def http_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 class Renewal:
-    """A thread that loads changed files into a context; connections made after that see them."""
+    """Gives every new connection to `context` a context of the files as they are now: certificate, key and authority.
+
+    A thread makes a new one when the files change; while they do not fit together the one before stays in force.
+    """
 
     def __init__(self, files: TlsFiles, context: ssl.SSLContext, look_s: float = _LOOK_S) -> None:
-        self._files, self._context, self._look_s = files, context, look_s
+        self._files, self._current, self._look_s = files, context, look_s
+        # Called at every handshake, also where the client names no server. An authority cannot be taken out of a
+        # context that has it, so the whole context is another one.
+        context.sni_callback = self._renew
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tls-renewal", daemon=True)
         self._thread.start()
@@ -87,6 +96,9 @@ class Renewal:
         self._stop.set()
         self._thread.join()
 
+    def _renew(self, connection: ssl.SSLObject, name: str | None, listening: ssl.SSLContext) -> None:
+        connection.context = self._current
+
     def _run(self) -> None:
         seen = self._files.stamp()
         while not self._stop.wait(self._look_s):
@@ -94,10 +106,18 @@ class Renewal:
             if stamp == seen:
                 continue
             try:
-                self._context.load_cert_chain(self._files.certificate, self._files.key)
-            except (ssl.SSLError, OSError):
+                self._current = http_context(self._files)
+            except ConfigError:
                 continue  # half-way through a change; looked at again
             seen = stamp
+
+
+def _changed_at(path: Path) -> int:
+    """0 where there is no file at the moment, as in the middle of a renewal."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _read(path: Path) -> bytes:

@@ -14,7 +14,10 @@ import pytest
 from auditor.client import AuditClient
 from auditor.config import load_config
 from auditor.errors import ConfigError
-from tests.auditor.processes import running_auditor
+from auditor.proto import audit_pb2 as pb
+from auditor.proto.audit_pb2_grpc import AuditServiceStub
+from auditor.tls import TlsFiles
+from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import pair
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is missing")
@@ -88,6 +91,54 @@ def test_a_renewed_certificate_is_taken_up_without_a_restart(tmp_path: Path) -> 
             while _serial(host, int(port), ours) != "0B":
                 assert time.monotonic() < deadline, address
                 time.sleep(0.2)
+
+
+def test_a_withdrawn_authority_lets_nobody_in_on_either_port(tmp_path: Path) -> None:
+    ours, theirs = authority(tmp_path / "ours", "ours"), authority(tmp_path / "theirs", "theirs")
+    certificate, key = issue(ours, tmp_path, "server", 20)
+    old, new = issue(ours, tmp_path, "old", 21), issue(theirs, tmp_path, "new", 22)
+    trusted = tmp_path / "trusted.pem"
+    shutil.copy(ours / "ca.pem", trusted)
+    flags = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--tls-client-ca", str(trusted))
+    with running_auditor(tmp_path / "a", *flags) as auditor:
+        for lets_in in (_http_lets_in, _grpc_lets_in):
+            assert (lets_in(auditor, ours, old), lets_in(auditor, ours, new)) == (True, False)
+        shutil.copy(theirs / "ca.pem", trusted)
+        deadline = time.monotonic() + 20
+        for lets_in in (_http_lets_in, _grpc_lets_in):
+            while (lets_in(auditor, ours, old), lets_in(auditor, ours, new)) != (False, True):
+                assert time.monotonic() < deadline, lets_in.__name__
+                time.sleep(0.3)
+        trusted.write_text("half a file")
+        time.sleep(6)
+        assert _http_lets_in(auditor, ours, new), "a broken file leaves the last good authority in force"
+
+
+def test_a_stamp_is_had_while_a_file_is_gone(tmp_path: Path) -> None:
+    files = TlsFiles(tmp_path / "c", tmp_path / "k", tmp_path / "a")
+    (tmp_path / "c").touch()
+    without = files.stamp()
+    (tmp_path / "a").touch()
+    assert len(without) == len(files.stamp()) == 3
+    assert without != files.stamp()
+
+
+def _http_lets_in(auditor: AuditorProcess, ours: Path, client: tuple[Path, Path]) -> bool:
+    try:
+        return ready(auditor.http, context(ours, client)) == 200
+    except (urllib.error.URLError, ConnectionError, ssl.SSLError):
+        return False
+
+
+def _grpc_lets_in(auditor: AuditorProcess, ours: Path, client: tuple[Path, Path]) -> bool:
+    certificate, key = (path.read_bytes() for path in client)
+    credentials = grpc.ssl_channel_credentials((ours / "ca.pem").read_bytes(), key, certificate)
+    with grpc.secure_channel(auditor.grpc, credentials) as channel:
+        try:
+            AuditServiceStub(channel).Submit(pb.SubmitRequest(), timeout=2)
+        except grpc.RpcError:
+            return False
+    return True
 
 
 def _serial(host: str, port: int, ours: Path) -> str:
