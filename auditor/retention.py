@@ -8,6 +8,7 @@ Writing away happens beside the ledger's writer, so that a slow store delays no 
 twice, because the auditor died in between, is dropped once.
 """
 
+import hashlib
 import io
 import logging
 import os
@@ -62,9 +63,14 @@ class ParquetArchive:
             raise ConfigError(f"archive {place}: {_one_line(error)}") from None
 
     def write(self, evidence: Sequence[Evidence]) -> None:
-        """Store a batch, whole or not at all; the name says which entries of the chain it covers."""
+        """Store a batch, whole or not at all; the name says which entries of the chain it covers.
+
+        And what is in it: another ledger's file of the same entries has another name, so none is ever replaced by
+        anything but itself.
+        """
         content = _parquet(evidence)
-        name = f"evidence-{evidence[0].seq:012d}-{evidence[-1].seq:012d}.parquet"
+        mark = hashlib.sha256(content).hexdigest()[:16]
+        name = f"evidence-{evidence[0].seq:012d}-{evidence[-1].seq:012d}-{mark}.parquet"
         try:
             if self._local:
                 _write_whole(Path(self._root) / name, content)

@@ -1,8 +1,10 @@
 """Weights and evidence in an S3 store: read once and checked, written away whole, or one line that says why not."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,7 +166,8 @@ def test_a_store_that_goes_away_fails_the_write_and_takes_it_later(tmp_path: Pat
             archive.write(evidence(3))
         store.files.create_dir("bucket")
         archive.write(evidence(3))
-        assert store.names("a") == ["bucket/a/evidence-000000000001-000000000003.parquet"]
+        (name,) = store.names("a")
+        assert re.fullmatch(r"bucket/a/evidence-000000000001-000000000003-[0-9a-f]{16}\.parquet", name)
 
 
 @pytest.mark.parametrize(
@@ -192,4 +195,17 @@ def test_a_local_archive_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest
             archive.write(evidence(2))
     assert list((tmp_path / "a").glob("*.parquet")) == []
     archive.write(evidence(2))
-    assert [file.name for file in (tmp_path / "a").glob("*.parquet")] == ["evidence-000000000001-000000000002.parquet"]
+    assert len(list((tmp_path / "a").glob("evidence-000000000001-000000000002-*.parquet"))) == 1
+
+
+def test_two_ledgers_on_one_place_keep_both_their_evidence(tmp_path: Path) -> None:
+    """Their entries have the same numbers; a batch written twice, after a crash, is still one file."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    archive = ParquetArchive(str(tmp_path / "a"))
+    ours = evidence(2)
+    theirs = [replace(one, received_at=one.received_at + 1.0) for one in ours]
+    for batch in (ours, theirs, ours):
+        archive.write(batch)
+    files = list((tmp_path / "a").iterdir())
+    held = {row["received_at"] for file in files for row in parquet.read_table(file).to_pylist()}
+    assert (len(files), held) == (2, {one.received_at for one in ours + theirs})
