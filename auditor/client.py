@@ -28,7 +28,7 @@ from auditor.errors import RecordError
 from auditor.proto import audit_pb2 as pb
 from auditor.proto.audit_pb2_grpc import AuditServiceStub
 from auditor.records import Record, RolloutRecord, TrainerRecord
-from auditor.spool import Spool
+from auditor.spool import Claimed, Spool
 
 log = logging.getLogger(__name__)
 
@@ -191,9 +191,19 @@ class AuditClient:
                 self._deliver(batch)
             elif self._closing:
                 return
-            replayed = not self._closing and time.monotonic() >= self._away_until and self._replay()
-            if not replayed:
+            if not self._replay_some():
                 self._rest()
+
+    def _replay_some(self) -> bool:
+        """Whether something of the spool went through; no trouble of a disk or a file ends the thread."""
+        if self._closing or time.monotonic() < self._away_until:
+            return False
+        try:
+            return self._replay()
+        except Exception:
+            log.exception("%s could not be read; it is tried again", self._spool.folder)
+            self._away_until = time.monotonic() + _RETRY_S
+            return False
 
     def _rest(self) -> None:
         """Wait a moment for work where there is none."""
@@ -216,7 +226,12 @@ class AuditClient:
 
     def _deliver(self, batch: list[pb.Record]) -> None:
         request = pb.SubmitRequest(batch=pb.Batch(records=batch))
-        if time.monotonic() < self._away_until or not self._send(request):
+        try:
+            sent = time.monotonic() >= self._away_until and self._send(request)
+        except Exception:
+            log.exception("a batch for the auditor at %s could not be sent", self._address)
+            sent = False
+        if not sent:
             self._store(request)
         with self._changed:
             self._in_flight = 0
@@ -229,10 +244,13 @@ class AuditClient:
         with self._spool.claim_oldest(self._not_ours) as claimed:
             if claimed is None:
                 return False
-            try:
-                request = pb.SubmitRequest.FromString(claimed.payload)
-            except DecodeError:
-                log.warning("%s is no batch and is set aside; %d records dropped", claimed.path, claimed.records)
+            request = _batch_in(claimed)
+            if request is None:
+                log.warning(
+                    "%s is no batch, or not a whole one, and is set aside; %d records dropped",
+                    claimed.path,
+                    claimed.records,
+                )
                 claimed.set_aside()
                 self._count(dropped=claimed.records)
                 return True
@@ -276,7 +294,14 @@ class AuditClient:
         if self._away:
             log.warning("auditor at %s takes records again", self._address)
         self._away = False
-        self._tally(call.result().receipts)
+        receipts = call.result().receipts
+        if len(receipts.receipts) != len(request.batch.records):
+            # What became of which record cannot be told. Sent again, those that were stored are duplicates.
+            log.warning("auditor at %s gave %d receipts for %d records", self._address, len(receipts.receipts),
+                        len(request.batch.records))  # fmt: skip
+            self._away_until = time.monotonic() + _LONGEST_PAUSE_S
+            return False
+        self._tally(receipts)
         return True
 
     def _send_in_halves(self, request: pb.SubmitRequest) -> bool:
@@ -341,6 +366,17 @@ class AuditClient:
                 refused=self._counts.refused + refused,
                 dropped=self._counts.dropped + dropped,
             )
+
+
+def _batch_in(claimed: Claimed) -> pb.SubmitRequest | None:
+    """The batch of a file, None where it is not what was stored: one that was cut short may parse as a smaller one."""
+    if not claimed.whole:
+        return None
+    try:
+        request = pb.SubmitRequest.FromString(claimed.payload)
+    except DecodeError:
+        return None
+    return request if len(request.batch.records) == claimed.records else None
 
 
 def _pause(call: Any) -> float:

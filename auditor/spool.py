@@ -1,27 +1,37 @@
 """Batches on disk for the time that the auditor is away. One file a batch, whole or not there at all.
 
-Several clients, and clients started again, may share one folder: a file belongs to whoever holds its lock.
+Several clients, and clients started again, may share one folder: a file belongs to whoever holds its lock. Its name
+says how many records it has and what its digest is; what is named in any other way is not the spool's.
 """
 
 import fcntl
+import hashlib
 import itertools
+import logging
 import os
+import re
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+log = logging.getLogger(__name__)
 _SUFFIX = ".batch"
+# time, process, number, records, and the start of the sha256; earlier clients wrote none.
+_NAME = re.compile(r"\d+-\d+-\d+-(\d+)(?:-([0-9a-f]{16}))?\.batch")
+_DRAFT = re.compile(rf"\.{_NAME.pattern}\.part")
+_DRAFT_OLD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A spooled batch that nobody else can take while it is claimed."""
+    """A spooled batch that nobody else can take while it is claimed. whole: its content is what was stored."""
 
     path: Path
     payload: bytes
     records: int
+    whole: bool
 
     def remove(self) -> None:
         """Forget the batch: it is durable elsewhere."""
@@ -43,19 +53,23 @@ class Spool:
         self._limit_bytes = limit_bytes
         self._serial = itertools.count()
         folder.mkdir(parents=True, exist_ok=True)
+        self._clear_drafts()
 
     def put(self, payload: bytes, records: int) -> bool:
         """Store a batch durably; False where the limit would be passed. OSError where the disk says no."""
         if len(payload) + sum(_size(path) for path in self._files()) > self._limit_bytes:
             return False
-        name = f"{time.time_ns():020d}-{os.getpid()}-{next(self._serial)}-{records}{_SUFFIX}"
+        name = f"{time.time_ns():020d}-{os.getpid()}-{next(self._serial)}-{records}-{_mark(payload)}{_SUFFIX}"
         draft = self.folder / f".{name}.part"
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have tidied it away
         try:
             with draft.open("wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # its writer lives
                 file.write(payload)
                 file.flush()
                 os.fsync(file.fileno())
-            draft.rename(self.folder / name)
+                draft.rename(self.folder / name)
+            self._sync()
         except OSError:
             draft.unlink(missing_ok=True)
             raise
@@ -73,30 +87,72 @@ class Spool:
                 continue
             try:
                 file = path.open("rb")
-            except FileNotFoundError:
-                continue
+            except OSError:
+                continue  # sent meanwhile, or not to be read by this user: it stays, and is counted as waiting
             with file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                    payload = file.read()
+                except OSError:
                     continue
                 if os.fstat(file.fileno()).st_nlink == 0:
                     continue
-                yield Claimed(path, file.read(), _records_in(path))
+                yield Claimed(path, payload, _records_in(path), _is_whole(path, payload))
                 return
         yield None
 
     def _files(self) -> list[Path]:
-        return sorted(path for path in self.folder.iterdir() if path.suffix == _SUFFIX and path.name[0] != ".")
+        """The batches, the oldest first; none where the folder is gone."""
+        try:
+            return sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
+        except FileNotFoundError:
+            return []
+
+    def _sync(self) -> None:
+        """Make the names durable too."""
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _clear_drafts(self) -> None:
+        """What a process that died was writing is cut short, and was never counted as stored."""
+        for path in self.folder.iterdir():
+            match = _DRAFT.fullmatch(path.name)
+            if match and _is_abandoned(path):
+                log.warning("%s was left by a process that died while it stored %s records", path, match[1])
+                path.unlink(missing_ok=True)
+
+
+def _mark(payload: bytes) -> str:
+    return hashlib.sha256(payload).hexdigest()[:16]
+
+
+def _is_whole(path: Path, payload: bytes) -> bool:
+    match = _NAME.fullmatch(path.name)
+    return match is not None and match[2] in (None, _mark(payload))
+
+
+def _is_abandoned(draft: Path) -> bool:
+    """Old, and nobody holds it; the age is for the moment between making it and taking its lock."""
+    try:
+        with draft.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return time.time() - os.fstat(file.fileno()).st_mtime > _DRAFT_OLD_S
+    except OSError:
+        return False
 
 
 def _size(path: Path) -> int:
     """Bytes; none where another client, or another thread, has sent the batch meanwhile."""
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 
 def _records_in(path: Path) -> int:
-    return int(path.stem.rsplit("-", 1)[1])
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1])

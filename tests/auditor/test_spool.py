@@ -1,0 +1,150 @@
+"""Whatever lies in a spool's folder: what was stored is sent whole or counted as lost, and the client lives."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from auditor.client import AuditClient
+from auditor.codec import to_wire
+from auditor.grants import Grants
+from auditor.ingest.admission import Admission
+from auditor.ingest.limits import Limits
+from auditor.ingest.service import AuditService, start_server
+from auditor.pipeline import Incoming, Receipt, Refused
+from auditor.proto import audit_pb2 as pb
+from auditor.rates import Rate
+from auditor.spool import Spool
+from tests.auditor.samples import pair
+
+NOBODY = "127.0.0.1:9"
+
+
+@contextmanager
+def server(missing_receipts: int = 0) -> Iterator[str]:
+    """Takes everything; the first call's answer lacks some receipts."""
+    missing = [missing_receipts]
+
+    def accept(batch: Sequence[Incoming | Refused]) -> list[Receipt]:
+        receipts = [Receipt("accepted")] * (len(batch) - missing[0])
+        missing[0] = 0
+        return receipts
+
+    service = AuditService(accept, Limits(), Admission(Grants(), Rate("r", 0, 1), Rate("b", 0, 1)))
+    running, port = start_server(service, "127.0.0.1:0", Limits(), None)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        running.stop(grace=None).wait()
+
+
+def payload(samples: int) -> bytes:
+    records = [to_wire(record) for i in range(samples) for record in pair(str(i))]
+    return pb.SubmitRequest(batch=pb.Batch(records=records)).SerializeToString()
+
+
+def spooled(folder: Path, samples: int = 3) -> Path:
+    assert Spool(folder, 1 << 30).put(payload(samples), 2 * samples)
+    (file,) = folder.iterdir()
+    return file
+
+
+@pytest.mark.parametrize("of_an_earlier_client", [False, True])
+@pytest.mark.parametrize("samples_left", [0, 1, 2])
+def test_a_file_cut_short_where_it_still_parses_is_set_aside_and_counted(
+    tmp_path: Path, samples_left: int, of_an_earlier_client: bool
+) -> None:
+    file = spooled(tmp_path)
+    if of_an_earlier_client:  # their names hold no digest, and the count alone must tell
+        file = file.rename(tmp_path / "00000000000000000001-1-0-6.batch")
+    file.write_bytes(payload(samples_left) if samples_left else b"")
+    with server() as address, AuditClient(address, "run", spool_dir=tmp_path) as client:
+        counts = client.flush(5)
+    assert (counts.accepted, counts.dropped, counts.spooled) == (0, 6, 0)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".bad"]
+
+
+def test_a_file_with_other_bytes_and_the_right_count_is_not_sent(tmp_path: Path) -> None:
+    file = spooled(tmp_path)
+    content = file.read_bytes()
+    assert content.count(b"rollout-0") == 3
+    file.write_bytes(content.replace(b"rollout-0", b"rollout-1"))
+    with server() as address, AuditClient(address, "run", spool_dir=tmp_path) as client:
+        assert (client.flush(5).dropped, client.counts.accepted) == (6, 0)
+
+
+def test_files_of_others_and_files_that_cannot_be_read_hold_up_nothing(tmp_path: Path) -> None:
+    """Nobody can read a folder as a file, not even root."""
+    for foreign in ("foo.batch", "a-b.batch", ".batch", "1-2-3-x.batch"):
+        (tmp_path / foreign).write_bytes(b"theirs")
+    (tmp_path / "00000000000000000001-1-0-7.batch").mkdir()
+    with server() as address, AuditClient(address, "run", spool_dir=tmp_path) as client:
+        assert Spool(tmp_path, 1 << 30).put(payload(3), 6)
+        for record in pair("9"):
+            (client.submit_rollout if record.side == "rollout" else client.submit_trainer)(record)  # type: ignore[arg-type]
+        counts = client.flush(2)
+    assert (counts.accepted, counts.dropped, counts.spooled) == (8, 0, 7)
+    assert (tmp_path / "foo.batch").read_bytes() == b"theirs"
+
+
+def test_a_client_outlives_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    client = AuditClient(NOBODY, "run", spool_dir=folder)
+    rollout, trainer = pair()
+    client.submit_rollout(rollout)
+    deadline = time.monotonic() + 10
+    while client.counts.spooled == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    shutil.rmtree(folder)
+    assert client.counts.spooled == 0
+    time.sleep(1.2)  # it looks for what is spooled meanwhile
+    client.submit_trainer(trainer)
+    counts = client.close(timeout=2)
+    assert (counts.spooled, counts.dropped, counts.queued) == (1, 0, 0)
+
+
+def test_a_receipt_too_few_is_no_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("auditor.client._LONGEST_PAUSE_S", 0.1)
+    with server(missing_receipts=1) as address, AuditClient(address, "run", spool_dir=tmp_path) as client:
+        client.submit_rollout(pair()[0])
+        counts = client.flush(5)
+    assert (counts.accepted, counts.spooled, counts.dropped) == (1, 0, 0)
+
+
+def test_what_a_dead_process_left_half_written_is_cleared_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    old, young = (tmp_path / f".0000000000000000000{i}-1-0-7-{'ab' * 8}.batch.part" for i in range(2))
+    for draft in (old, young):
+        draft.write_bytes(b"half")
+    os.utime(old, (1.0, 1.0))
+    Spool(tmp_path, 1 << 30)
+    assert [path.name for path in tmp_path.iterdir()] == [young.name]
+
+
+def test_a_name_is_durable_before_the_batch_counts_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    spooled(tmp_path)
+    assert synced[-1] == str(tmp_path)
+    assert synced[0].endswith(".part")
+
+
+def test_a_token_that_cannot_be_had_loses_no_record(tmp_path: Path) -> None:
+    def broken() -> str:
+        raise KeyError("no token")
+
+    with server() as address:
+        client = AuditClient(address, "run", spool_dir=tmp_path, token=broken)
+        client.submit_rollout(pair()[0])
+        counts = client.close(timeout=1.5)
+    assert (counts.spooled, counts.queued, counts.dropped) == (1, 0, 0)
