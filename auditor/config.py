@@ -72,9 +72,9 @@ class Config(BaseModel):
         Field(description="YAML list of bearer tokens, each for some runs only; read again when it changes"),
     ] = None
     rate_records: Annotated[
-        float, Field(ge=0, description="records a second that one job (its token, or its run) may send; 0: any")
+        float, Field(ge=0, description="records a second that one caller (its token, or its address) may send; 0: any")
     ] = 0.0
-    rate_bytes: Annotated[float, Field(ge=0, description="bytes a second that one job may send; 0: any")] = 0.0
+    rate_bytes: Annotated[float, Field(ge=0, description="bytes a second that one caller may send; 0: any")] = 0.0
     rate_reads: Annotated[float, Field(ge=0, description="HTTP requests a second of one caller; 0: any")] = 0.0
     rate_burst_s: Annotated[float, Field(gt=0, description="seconds' worth of each rate that may come at once")] = 5.0
     tls_certificate: Annotated[

@@ -10,7 +10,10 @@ from auditor.rates import Rate
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """records, size: the rates of one job, which is its token where that is bound to runs, or else its run."""
+    """records, size: the rates of one caller: its token where that has a name, or else the address that it calls from.
+
+    Not its run: a caller names as many runs as it likes.
+    """
 
     grants: Grants
     records: Rate
@@ -23,21 +26,20 @@ class Admission:
             raise AuthError("the call carries no valid token; send metadata `authorization: Bearer TOKEN`")
         return grant
 
-    def admit(self, batch: pb.Batch, grant: Grant) -> None:
-        """ForbiddenError or RateError, for the whole batch: nothing of it is taken then."""
-        runs = _runs(batch) if not grant.covers_all or self._limited else ()
-        for run_id in runs:
+    def admit(self, batch: pb.Batch, grant: Grant, peer: str) -> None:
+        """ForbiddenError or RateError, for the whole batch: nothing of it is taken then. peer: as gRPC names it."""
+        for run_id in () if grant.covers_all else _runs(batch):
             if not grant.covers(run_id):
                 raise ForbiddenError(f"the token of {grant.name!r} is for runs {', '.join(grant.runs)}, not {run_id!r}")
-        if self._limited and runs:
-            job = f"run {min(runs)!r}" if grant.covers_all else f"the token of {grant.name!r}"
-            self.records.take(job, len(batch.records))
-            if self.size.limited:
-                self.size.take(job, batch.ByteSize())
+        caller = f"the token of {grant.name!r}" if grant.name else _host(peer)
+        self.records.take(caller, len(batch.records))
+        if self.size.limited:
+            self.size.take(caller, batch.ByteSize())
 
-    @property
-    def _limited(self) -> bool:
-        return self.records.limited or self.size.limited
+
+def _host(peer: str) -> str:
+    """`ipv4:10.0.0.7:40112` without its port, which is another one at each connection."""
+    return peer.rpartition(":")[0] or peer
 
 
 def _runs(batch: pb.Batch) -> set[str]:

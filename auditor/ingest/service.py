@@ -52,7 +52,7 @@ class AuditService(AuditServiceServicer):
     def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.SubmitResponse:
         """Take one batch."""
         with translated(context, self._on_error):
-            return pb.SubmitResponse(receipts=self._take(request.batch, self._grant(context)))
+            return pb.SubmitResponse(receipts=self._take(request.batch, context))
         raise AssertionError("abort does not return")
 
     def SubmitStream(
@@ -63,14 +63,14 @@ class AuditService(AuditServiceServicer):
             for request in request_iterator:
                 heard()
                 # Asked anew for each batch: a token that was withdrawn ends the stream too.
-                yield pb.SubmitStreamResponse(receipts=self._take(request.batch, self._grant(context)))
+                yield pb.SubmitStreamResponse(receipts=self._take(request.batch, context))
 
     def door(self) -> AtTheDoor:
         """For the server: who has no token waits for nothing."""
         return AtTheDoor(self._admission, self._on_error)
 
-    def _take(self, batch: pb.Batch, grant: Grant) -> pb.Receipts:
-        self._admission.admit(batch, grant)
+    def _take(self, batch: pb.Batch, context: grpc.ServicerContext) -> pb.Receipts:
+        self._admission.admit(batch, self._grant(context), context.peer())
         receipts = self._accept(admit_batch(batch, self._limits))
         return pb.Receipts(
             batch_id=batch.batch_id,

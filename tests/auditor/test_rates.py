@@ -13,6 +13,8 @@ import pytest
 from auditor.client import AuditClient
 from auditor.codec import to_wire
 from auditor.errors import RateError
+from auditor.grants import EVERYTHING, Grant, Grants
+from auditor.ingest.admission import Admission
 from auditor.proto import audit_pb2 as pb
 from auditor.proto.audit_pb2_grpc import AuditServiceStub
 from auditor.rates import Rate
@@ -88,8 +90,20 @@ def test_a_call_too_many_is_resource_exhausted_with_retry_after_and_counted(
         assert refused.value.details().startswith("rate_limited: more than ")
         (after,) = [value for name, value in refused.value.trailing_metadata() if name == "retry-after"]
         assert 0.0 < float(after) < 5.0
-        assert len(submit(auditor, "0", run_id="another").receipts.receipts) == 2, "each run has its own"
-        assert auditor.metrics()['auditor_errors_total{code="rate_limited",part="grpc"}'] == 1
+        with pytest.raises(grpc.RpcError, match="rate_limited"):
+            submit(auditor, "0", run_id="another")  # a fresh run on a fresh connection is the same caller
+        assert auditor.metrics()['auditor_errors_total{code="rate_limited",part="grpc"}'] == 2
+
+
+def test_each_token_has_a_rate_of_its_own_and_callers_without_one_have_that_of_their_address() -> None:
+    admission = Admission(Grants(), Rate("records", 1.0, 1.0, lambda: 0.0), Rate("bytes", 0.0, 1.0))
+    batch = pb.Batch(records=[to_wire(record) for record in pair()])
+    everything = Grant("admin", ("*",))
+    for grant, peer in ((Grant("a", ("run",)), "ipv4:10.0.0.7:1"), (everything, "ipv4:10.0.0.7:2"),
+                        (EVERYTHING, "ipv4:10.0.0.7:3"), (EVERYTHING, "ipv6:%5B::1%5D:3")):  # fmt: skip
+        admission.admit(batch, grant, peer)
+        with pytest.raises(RateError):
+            admission.admit(batch, grant, peer.rpartition(":")[0] + ":9")
 
 
 def test_a_client_that_is_too_fast_waits_spools_and_loses_nothing(tmp_path: Path) -> None:
