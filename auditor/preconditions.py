@@ -117,8 +117,10 @@ def _contract(rollout: RolloutRecord, trainer: TrainerRecord, contracts: Contrac
     if left is right:
         yield from _differ("environment.arch", ours.arch, theirs.arch)
         yield from _differ("environment.digest", ours.digest, theirs.digest)
-    elif not (ours.digest and theirs.digest):
-        yield "environment.digest", ours.digest, theirs.digest
+        return
+    for name in ("arch", "digest"):
+        if not (getattr(ours, name) and getattr(theirs, name)):
+            yield f"environment.{name}", getattr(ours, name), getattr(theirs, name)
 
 
 Check = Callable[[RolloutRecord, TrainerRecord, Contracts], Iterator[Pair]]

@@ -45,6 +45,20 @@ def shorter(rollout: RolloutRecord, trainer: TrainerRecord) -> tuple[RolloutReco
     return rollout, replace(trainer, token_count=39, tokens_digest="", **cut)
 
 
+def other_arithmetic(**environment: str) -> Bend:
+    """The trainer computes as another GPU maker's would, and the two environments say `environment`."""
+
+    def bend(rollout: RolloutRecord, trainer: TrainerRecord) -> tuple[RolloutRecord, TrainerRecord]:
+        theirs = {"arch": "cuda-sm90", "mma": "sm90", "digest": "cc" * 32, **environment}
+        contract = model_contract("sm90", segments=2).digest()
+        return (
+            replace(rollout, environment=replace(rollout.environment, **environment)),
+            replace(trainer, contract_digest=contract, environment=Environment(**theirs)),
+        )
+
+    return bend
+
+
 MASK = np.array([False] + [True] * 31)
 S = Sampling(temperature=1.0, seed=7)
 CASES: list[tuple[Bend, Condition, str]] = [
@@ -88,6 +102,8 @@ CASES: list[tuple[Bend, Condition, str]] = [
     (trainer_has(environment=Environment("cuda-sm90", "fma32", "aa" * 32)), Condition.CONTRACT, "environment.arch"),
     (trainer_has(environment=Environment("cpu-x86_64", "fma32", "bb" * 32)), Condition.CONTRACT, "environment.digest"),
     (both_have(environment=Environment("cpu-x86_64", "fma32", "")), Condition.CONTRACT, "environment.digest"),
+    (other_arithmetic(arch=""), Condition.CONTRACT, "environment.arch"),
+    (other_arithmetic(digest=""), Condition.CONTRACT, "environment.digest"),
 ]
 
 
@@ -131,6 +147,10 @@ def test_the_first_of_several_failures_is_the_one_that_is_named() -> None:
         failure = first_failure(rollout, trainer, CONTRACTS)
         assert failure is not None
         assert failure.condition is order[start]
+
+
+def test_two_arithmetics_whose_environments_are_known_may_be_compared() -> None:
+    assert first_failure(*other_arithmetic()(*pair()), CONTRACTS) is None
 
 
 def test_layouts_over_which_the_contract_is_invariant_may_differ() -> None:
