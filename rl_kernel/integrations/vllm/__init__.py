@@ -9,7 +9,7 @@ import os
 from importlib.metadata import entry_points
 from typing import Any
 
-from rl_kernel.errors import EvidenceError
+from rl_kernel.errors import EvidenceError, PlanError
 
 QUANTIZATION = "rl_kernel_strict"
 STRICT_WORKER = "rl_kernel.integrations.vllm.worker.StrictCPUWorker"
@@ -45,8 +45,11 @@ def engine_arguments(
 
     enforce: a worker that finds an op served by anything else refuses to start. Without it the worker only reports
     that, and whoever built the engine must look at the evidence. device: `cpu`, or `cuda`, where the model is compiled
-    and captured in CUDA graphs unless `enforce_eager` says otherwise.
+    and captured in CUDA graphs unless `enforce_eager` says otherwise. PlanError if vLLM's own batch invariance is on.
     """
+    if (invariant := os.environ.get("VLLM_BATCH_INVARIANT", "0")) != "0":
+        # Said before vLLM starts: it overrides torch's own functions for the rest of the process.
+        raise PlanError(f"VLLM_BATCH_INVARIANT = {invariant!r} has no contract; strict mode needs '0'")
     arguments: dict[str, Any] = {
         "dtype": "bfloat16",
         "quantization": QUANTIZATION,
