@@ -1,7 +1,9 @@
 """Check a ledger's hash chain: `python -m auditor.verify LEDGER [--head HEX]`.
 
 Exit code 0 where every entry follows from the one before and everything that is held is what was written, 1 where not,
-2 where the ledger cannot be read. Write the head down elsewhere: with `--head`, history must still pass through it.
+2 where the ledger cannot be read. A tail that was cut off leaves a sound, shorter ledger, and only `--head` tells: the
+head that was written down elsewhere must still be there. Totals of steps and runs must be those of their samples, but
+for drift, which is not in the chain.
 """
 
 import argparse

@@ -1,12 +1,17 @@
 """The hash chain: each entry's hash covers the one before, so that no entry can be changed, removed or slipped in."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
 
 from auditor.errors import ChainError
+from auditor.proto import audit_pb2 as pb
 from auditor.records import SampleKey
 from auditor.storage.database import Database
+from auditor.storage.state import check_state
 
 GENESIS: Final = bytes(32)
 _PAGE = 2000
@@ -36,45 +41,70 @@ class Verified:
 
 
 def verify(database: Database) -> Verified:
-    """Walk the whole chain and the content it is about; ChainError names the first entry that does not fit."""
+    """Walk the whole chain, the content it is about and the state that follows; ChainError names what does not fit.
+
+    All of it as it is at one moment, for others may go on writing. A tail that was cut off cannot be told from here:
+    compare the head with one that was written down elsewhere.
+    """
+    database.run(database.snapshot)
+    try:
+        found = _walk(database)
+        check_state(database)
+    finally:
+        database.run("ROLLBACK")
+    return found
+
+
+def _walk(database: Database) -> Verified:
     previous, seq, payloads = GENESIS, 0, 0
     while True:
         rows = database.all(
-            "SELECT e.seq, e.kind, e.run_id, e.step, e.sample_id, e.digest, e.hash, r.payload, v.body, r.seq, r.digest"
+            "SELECT e.seq, e.kind, e.run_id, e.step, e.sample_id, e.digest, e.hash,"
+            " r.payload, r.digest, r.side, r.run_id, r.step, r.sample_id, v.body, v.run_id, v.step, v.sample_id"
             " FROM entries e LEFT JOIN records r ON r.seq = e.seq LEFT JOIN verdicts v ON v.seq = e.seq"
             " WHERE e.seq > ? ORDER BY e.seq LIMIT ?",
             (seq, _PAGE),
         )
         if not rows:
-            _check_state(database)
             return Verified(seq, payloads, previous.hex())
-        for row in rows:
-            at, kind, run_id, step, sample_id, content, found, payload, body, record, record_digest = row
+        for at, kind, run_id, step, sample_id, content, found, *held in rows:
             key = SampleKey(run_id, step, sample_id)
             if at != seq + 1:
                 raise ChainError(f"entry {seq + 1} is missing; the next one is {at}")
             if link(previous, at, kind, key, bytes(content)) != bytes(found):
                 raise ChainError(f"entry {at} ({kind} of {key}) does not follow from the one before")
-            if kind == "record" and (record is None or bytes(record_digest) != bytes(content)):
-                raise ChainError(f"entry {at}: the record of {key} is missing or under another digest")
-            if kind == "verdict" and body is None:
-                raise ChainError(f"entry {at}: the verdict of {key} is missing")
-            held = bytes(payload) if payload is not None else body.encode() if body is not None else None
-            if held is not None:
-                payloads += 1
-                if digest(held) != bytes(content):
-                    raise ChainError(f"entry {at}: the {kind} of {key} is not the one that was written")
+            check = _check_record if kind == "record" else _check_verdict
+            payloads += check(f"entry {at}", key, bytes(content), held)
             previous, seq = bytes(found), at
 
 
-def _check_state(database: Database) -> None:
-    """The present state of each judged sample must be its last verdict."""
-    rows = database.all(
-        "SELECT s.run_id, s.step, s.sample_id FROM samples s LEFT JOIN verdicts v"
-        " ON v.run_id = s.run_id AND v.step = s.step AND v.sample_id = s.sample_id AND v.seq ="
-        " (SELECT max(w.seq) FROM verdicts w WHERE w.run_id = s.run_id AND w.step = s.step"
-        " AND w.sample_id = s.sample_id)"
-        " WHERE s.verdict <> 'pending' AND (v.body IS NULL OR v.body <> s.body) LIMIT 1"
-    )
-    if rows:
-        raise ChainError(f"the state of {SampleKey(*rows[0])} is not its last verdict")
+def _check_record(entry: str, key: SampleKey, content: bytes, held: Sequence[Any]) -> bool:
+    """Whether there was content to check."""
+    payload, found, side, *found_key = held[:6]
+    if found is None or bytes(found) != content:
+        raise ChainError(f"{entry}: the record of {key} is missing or under another digest")
+    if payload is not None and digest(bytes(payload)) != content:
+        raise ChainError(f"{entry}: the record of {key} is not the one that was written")
+    if SampleKey(*found_key) != key or (payload is not None and _side(bytes(payload)) not in ("", side)):
+        raise ChainError(f"{entry}: the record of {key} is listed under another sample or side")
+    return payload is not None
+
+
+def _check_verdict(entry: str, key: SampleKey, content: bytes, held: Sequence[Any]) -> bool:
+    """Whether there was content to check."""
+    body, *found_key = held[6:]
+    if body is None:
+        raise ChainError(f"{entry}: the verdict of {key} is missing")
+    if digest(body.encode()) != content:
+        raise ChainError(f"{entry}: the verdict of {key} is not the one that was written")
+    if SampleKey(*found_key) != key:
+        raise ChainError(f"{entry}: the verdict of {key} is listed under another sample")
+    return True
+
+
+def _side(payload: bytes) -> str:
+    """The side that a record says it is of; empty where it says none."""
+    try:
+        return pb.Record.FromString(payload).WhichOneof("side") or ""
+    except DecodeError:
+        return ""

@@ -14,10 +14,12 @@ class Database(Protocol):
     """A connection for one thread. Every error of the driver comes out as LedgerError.
 
     types: how it spells column types. number_at: how it reads a number inside a JSON text, see `number_at`.
+    snapshot: begins a transaction that reads, in which nobody's writing is seen.
     """
 
     types: ClassVar[Mapping[str, str]]
     number_at: ClassVar[str]
+    snapshot: ClassVar[str]
 
     def all(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Run one statement and return its rows."""

@@ -59,6 +59,7 @@ class PostgresDatabase:
         "name": 'TEXT COLLATE "C"',
     }
     number_at: ClassVar[str] = "CAST(CAST({column} AS json) #>> '{{{commas}}}' AS DOUBLE PRECISION)"
+    snapshot: ClassVar[str] = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 
     def __init__(self, url: str, writer: bool) -> None:
         self._url = url

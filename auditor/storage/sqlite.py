@@ -17,6 +17,7 @@ class SqliteDatabase:
 
     types: ClassVar[Mapping[str, str]] = {"blob": "BLOB", "real": "REAL", "integer": "INTEGER", "name": "TEXT"}
     number_at: ClassVar[str] = "json_extract({column}, '$.{dots}')"
+    snapshot: ClassVar[str] = "BEGIN"
 
     def __init__(self, path: Path, writer: bool) -> None:
         self._path = path
