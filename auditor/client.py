@@ -13,7 +13,6 @@ dropped and said at close.
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from auditor.codec import to_wire
 from auditor.errors import RecordError
+from auditor.outbox import Outbox
 from auditor.proto import audit_pb2 as pb
 from auditor.proto.audit_pb2_grpc import AuditServiceStub
 from auditor.records import Record, RolloutRecord, TrainerRecord
@@ -33,8 +33,6 @@ from auditor.spool import Claimed, Spool
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 << 20
-_BATCH_BYTES = 2 << 20
-_BATCH_RECORDS = 256
 _RPC_TIMEOUT_S = 10.0
 _RETRY_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -68,10 +66,10 @@ class AuditClient:
     """Reports records of one run. Thread-safe; `submit_*` never wait for the network.
 
     What is handed in faster than it can be sent goes to the spool: by the background thread, and past `queue_size`
-    by the caller itself, so that a burst costs some milliseconds of writing and no record.
+    or `queue_bytes` by the caller itself, so that a burst costs some milliseconds of writing and no record.
 
-    address: host:port of the auditor's gRPC. spool_dir: may be shared between clients. queue_size: records in memory.
-    token: bearer token, where the auditor asks for one, or a function that gives the one in force. credentials: for
+    address: host:port of the auditor's gRPC. spool_dir: may be shared between clients. queue_size, queue_bytes: of what
+    waits in memory. token: bearer token, where the auditor asks for one, or a function that gives the one in force. credentials: for
     TLS; None speaks plain text.
     """
 
@@ -82,13 +80,13 @@ class AuditClient:
         *,
         spool_dir: Path | str,
         queue_size: int = 4096,
+        queue_bytes: int = 256 << 20,
         token: str | Callable[[], str | None] | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         spool_limit_bytes: int = 1 << 30,
     ) -> None:
         self.run_id = run_id
-        self._queue: deque[pb.Record] = deque()
-        self._queue_size = queue_size
+        self._queue = Outbox(queue_size, queue_bytes)
         self._spool = Spool(Path(spool_dir), spool_limit_bytes)
         self._token = token if callable(token) else lambda: token
         self._channel = (
@@ -170,18 +168,18 @@ class AuditClient:
         if record.run_id != self.run_id:
             raise RecordError(f"record of run {record.run_id!r} given to the client of run {self.run_id!r}")
         message = to_wire(record)
-        if message.ByteSize() > MAX_MESSAGE_BYTES - 64:
+        size = message.ByteSize()
+        if size > MAX_MESSAGE_BYTES - 64:
             self._count(refused=1)
-            log.warning("record %s is %d bytes; the limit is %d", record.key, message.ByteSize(), MAX_MESSAGE_BYTES)
+            log.warning("record %s is %d bytes; the limit is %d", record.key, size, MAX_MESSAGE_BYTES)
             return
         with self._changed:
             if self._closing:
                 self._counts = replace(self._counts, dropped=self._counts.dropped + 1)
                 return
-            self._queue.append(message)
-            full = len(self._queue) > self._queue_size
+            self._queue.add(message, size)
             self._changed.notify_all()
-        if full:
+        while self._queue.full:
             self._relieve_queue()
 
     def _work(self) -> None:
@@ -214,13 +212,7 @@ class AuditClient:
     def _take(self) -> list[pb.Record]:
         """The next batch from the queue, empty where there is none."""
         with self._changed:
-            batch: list[pb.Record] = []
-            size = 0
-            while self._queue and len(batch) < _BATCH_RECORDS:
-                size += self._queue[0].ByteSize()
-                if batch and size > _BATCH_BYTES:
-                    break
-                batch.append(self._queue.popleft())
+            batch = self._queue.take()
             self._in_flight = len(batch)
             return batch
 
@@ -337,9 +329,9 @@ class AuditClient:
     def _relieve_queue(self) -> None:
         """Past half of its bound the queue goes to disk, so that a slow auditor costs no records."""
         with self._changed:
-            if 2 * len(self._queue) < self._queue_size:
+            if not self._queue.half_full:
                 return
-            batch = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCH_RECORDS))]
+            batch = self._queue.take()
             self._on_their_way += len(batch)
         self._store(pb.SubmitRequest(batch=pb.Batch(records=batch)))
         with self._changed:
