@@ -69,8 +69,8 @@ class AuditClient:
     or `queue_bytes` by the caller itself, so that a burst costs some milliseconds of writing and no record.
 
     address: host:port of the auditor's gRPC. spool_dir: may be shared between clients. queue_size, queue_bytes: of what
-    waits in memory. token: bearer token, where the auditor asks for one, or a function that gives the one in force. credentials: for
-    TLS; None speaks plain text.
+    waits in memory. token: bearer token, where the auditor asks for one, or a function that gives the one in force.
+    credentials: for TLS; None speaks plain text.
     """
 
     def __init__(
