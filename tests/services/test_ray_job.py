@@ -44,6 +44,8 @@ def cluster(tmp_path_factory):
     # Ray's sockets live in this folder, and their paths must be short.
     folder = tmp_path_factory.mktemp("ray")
     command = [RAY, "start", "--head", "--block", "--num-cpus=2", f"--port={_free_port()}", f"--dashboard-port={port}"]
+    # The agent that starts jobs has one port on every machine otherwise, and another cluster's may hold it for a while.
+    command += [f"--dashboard-agent-listen-port={_free_port()}"]
     command += [f"--temp-dir={folder}", "--object-store-memory=104857600", "--disable-usage-stats"]
     with (folder / "head.log").open("wb") as log:
         head = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
