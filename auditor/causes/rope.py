@@ -7,35 +7,26 @@ import numpy as np
 from auditor.causes.evidence import CERTAIN, HINT, Evidence, Suggestion, bits_hit, explained, worth_saying
 from auditor.causes.fit import best_fit
 from auditor.causes.oracle import F64, Oracle, own_frequencies
+from auditor.causes.other_models import nearest_model
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 
 _THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
 _FACTORS = (2.0, 4.0, 8.0, 3.0, 1.5, 6.0, 16.0, 32.0, 0.5, 2.5, 5.0, 10.0)
 _GROWTH = 0.02  # mean difference of the last quarter below which a trend is one of rounding
-Best = tuple[float, str, str]  # score, cause, evidence
 _OFFSETS = (1, -1, 2, -2, 8, 16, 64)
 
 
 def rope(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Try what people get wrong; the best one that explains enough is named."""
-    window = oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    best: Best | None = None
-    for cause, name, decoder in _variants(oracle):
-        predicted = oracle.logprobs(decoder)
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best[0]):
-            best = (score, cause, f"the values are those of {name}; {bits_hit(found, predicted, active)}")
-            if score >= CERTAIN:
-                break
-    if best is None or (best[0] < CERTAIN and best[1] == "rope_scaling"):
+    best = nearest_model(evidence, oracle, _variants(oracle))
+    if best is None or (best.score < CERTAIN and best.cause == "rope_scaling"):
         best = _fitted_base(evidence, oracle, best)
     if best is not None:
-        yield Suggestion(best[1], best[0], best[2])
+        yield best
 
 
-def _fitted_base(evidence: Evidence, oracle: Oracle, best: Best | None) -> Best | None:
+def _fitted_base(evidence: Evidence, oracle: Oracle, best: Suggestion | None) -> Suggestion | None:
     """A base that is none of the usual ones: the one that fits best, and its roundings. Some thirty forwards."""
     window, stated, own = oracle.window, oracle.decoder.config.rope_theta, own_frequencies(oracle.decoder)
     found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
@@ -54,9 +45,9 @@ def _fitted_base(evidence: Evidence, oracle: Oracle, best: Best | None) -> Best 
     for theta in dict.fromkeys((float(f"{fitted:.1g}"), float(f"{fitted:.2g}"), fitted)):
         predicted = under(theta)
         score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best[0]):
+        if worth_saying(score) and (best is None or score > best.score):
             name = f"the values are those of RoPE base {theta:g} (config: {stated:g})"
-            best = (score, "rope_scaling", f"{name}; {bits_hit(found, predicted, active)}")
+            best = Suggestion("rope_scaling", score, f"{name}; {bits_hit(found, predicted, active)}")
     return best
 
 

@@ -6,8 +6,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from auditor.causes.evidence import CERTAIN, Evidence, Suggestion, bits_hit, explained, worth_saying
+from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import Oracle
+from auditor.causes.other_models import nearest_model
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I32, Bits, Reference
 
@@ -52,19 +53,9 @@ class CoarseKv(Reference):
 
 
 def other_model(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """What explains most of the difference is named; the cheap ones are tried first."""
-    window = oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    best: tuple[str, float, str] | None = None
-    for cause, name, decoder in _variants(oracle):
-        predicted = oracle.logprobs(decoder)
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best[1]):
-            best = (cause, score, f"the values are those of {name}; {bits_hit(found, predicted, active)}")
-            if score >= CERTAIN:
-                break
-    if best is not None:
-        yield Suggestion(*best)
+    """What explains most of the difference is named."""
+    if best := nearest_model(evidence, oracle, _variants(oracle)):
+        yield best
 
 
 def _variants(oracle: Oracle) -> Iterator[tuple[str, str, Decoder]]:
