@@ -15,6 +15,8 @@ from auditor.causes.evidence import (
     worth_saying,
 )
 from auditor.causes.oracle import Oracle, VersionUnavailable
+from auditor.causes.other_models import nearest_model
+from rl_kernel.reference.model import Decoder
 
 _TRIED = 12
 _MORE_THAN_ROUNDING = 0.05
@@ -71,27 +73,22 @@ def stale_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 
 def half_updated_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Some tensors of the version before, the others of the one that is named: an update that was not whole."""
-    stated, window = evidence.record.weight_version, oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    older = [version for version in sorted(oracle.versions, reverse=True) if version < stated][:2]
-    best: tuple[float, str] | None = None
-    for version in older:
+    if best := nearest_model(evidence, oracle, _half_updated(evidence, oracle)):
+        yield best
+
+
+def _half_updated(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, str, Decoder]]:
+    """Cause, name and decoder of the stated version with a part of one of the two before it."""
+    stated = evidence.record.weight_version
+    for version in [version for version in sorted(oracle.versions, reverse=True) if version < stated][:2]:
         try:
             old = oracle.version(version)
         except VersionUnavailable:
             continue
         for name, is_old in _parts(oracle.decoder.config.layers):
             weights = {n: (old if is_old(n) else oracle.decoder).weights[n] for n in oracle.decoder.weights}
-            predicted = oracle.logprobs(replace(oracle.decoder, weights=weights))
-            score = explained(found, truth, predicted, active)
-            if worth_saying(score) and (best is None or score > best[0]):
-                hit = bits_hit(found, predicted, active)
-                best = (score, f"the values are those of version {stated} with {name} of version {version}; {hit}")
-            if best is not None and best[0] >= CERTAIN:
-                yield Suggestion("stale_weights", *best)
-                return
-    if best is not None:
-        yield Suggestion("stale_weights", *best)
+            mixed = replace(oracle.decoder, weights=weights)
+            yield "stale_weights", f"version {stated} with {name} of version {version}", mixed
 
 
 def _parts(layers: int) -> Iterator[tuple[str, Callable[[str], bool]]]:
