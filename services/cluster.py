@@ -35,9 +35,10 @@ _POLL_SECONDS = 0.2
 
 
 @contextmanager
-def ray_cluster(config: RayConfig, actors: int) -> Iterator[None]:
+def ray_cluster(config: RayConfig, actors: int, gpus: float = 0.0) -> Iterator[None]:
     """Join the cluster that the config or the environment names, or start one here with a CPU for each actor.
 
+    gpus: that the actors need together; ServicesError where the cluster has fewer, since Ray would wait for ever.
     A cluster that was started here ends with the block; one that was joined is left as it was found.
     """
     address = config.address or os.environ.get("RAY_ADDRESS", "")
@@ -60,13 +61,24 @@ def ray_cluster(config: RayConfig, actors: int) -> Iterator[None]:
         raise ServicesError(f"{where}: {str(error).splitlines()[0]}") from None
     signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts its own there, which ends the process under our blocks
     try:
-        cpus = int(ray.cluster_resources().get("CPU", 0))
-        if cpus < actors:
-            raise ServicesError(f"the Ray cluster has {cpus} CPUs; the {actors} actors of this job need one each")
+        _require_resources(actors, gpus)
         _wait_for_free(actors, config.wait_seconds)
         yield
     finally:
         ray.shutdown()
+
+
+def _require_resources(actors: int, gpus: float) -> None:
+    there = ray.cluster_resources()
+    if there.get("CPU", 0) < actors:
+        raise ServicesError(
+            f"the Ray cluster has {there.get('CPU', 0):g} CPUs; the {actors} actors of this job need one each"
+        )
+    if there.get("GPU", 0) < gpus:
+        raise ServicesError(
+            f"the Ray cluster has {there.get('GPU', 0):g} GPUs and this job needs {gpus:g}, since numerics.profile is "
+            f"one of a GPU; numerics.profile = portable runs on any CPU"
+        )
 
 
 def _require_somebody_at(address: str) -> None:

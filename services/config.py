@@ -5,12 +5,14 @@ Every field carries its meaning and unit, from which `--help` is printed (`descr
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from services.errors import ConfigError
 
@@ -32,13 +34,21 @@ class Run(Section):
     seed: int = Field(default=1, ge=0, description="prompts and sampling draw from it")
     name: str = Field(
         default="",
-        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
         description="its run ids begin with it and a dot, so that an auditor's token can be for them (NAME.*)",
     )
     directory: str = Field(default="runs", description="each run gets a folder here, and `latest` points at the newest")
     checkpoint_every: int = Field(
         default=0, ge=0, description="steps between checkpoints (for --resume); 0 writes none"
     )
+
+    @field_validator("name")
+    @classmethod
+    def _is_part_of_an_id(cls, name: str) -> str:
+        if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})?", name):
+            raise PydanticCustomError(
+                "run_name", "use up to 64 letters, digits, '.', '_' and '-', the first a letter or a digit"
+            )
+        return name
 
 
 class Model(Section):

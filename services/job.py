@@ -11,6 +11,7 @@ from pathlib import Path
 from auditor.client import Counts
 from rl_kernel.contract import ModelContract
 from rl_kernel.contracts import model_contract
+from rl_kernel.ops import device_of
 from services.alert import mismatch_alert
 from services.audit_sink import AuditTarget
 from services.auditor_access import AuditorAccess
@@ -137,9 +138,9 @@ def _open(
     """Join or start Ray and start the actors, each with an engine of its own."""
     report.waiting("starting Ray, vLLM and Megatron-core")
     ranks = config.trainer.tp_size
-    stack.enter_context(ray_cluster(config.ray, actors=1 + ranks))
     contract = model_contract(config.numerics.profile, segments=config.numerics.segments)
     rollout_gpus, rank_gpus = _gpus(config, contract)
+    stack.enter_context(ray_cluster(config.ray, 1 + ranks, rollout_gpus + ranks * rank_gpus))
     target = AuditTarget(
         access=access,
         run_id=folder.run_id,
@@ -252,7 +253,7 @@ def _shown(path: Path) -> str:
 
 def _gpus(config: Config, contract: ModelContract) -> tuple[float, float]:
     """GPUs of the rollout actor and of each trainer rank: none for a CPU's arithmetic; two single ones share a GPU."""
-    if contract.profile.mma == "fma32":
+    if device_of(contract) == "cpu":
         return 0.0, 0.0
     if config.rollout.tp_size == config.trainer.tp_size == 1:
         return 0.5, 0.5

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rl_kernel.contracts import model_contract
 from rl_kernel.errors import RlKernelError
+from rl_kernel.ops import device_of
 from rl_kernel.reference.config import DecoderConfig
 from services.config import Config
 from services.errors import ConfigError
@@ -17,7 +18,7 @@ _MIB = 2**20
 def check(config: Config, model: Path) -> DecoderConfig:
     """Check the config against the model folder and this machine; return the model's shape. Raises ConfigError."""
     try:
-        model_contract(config.numerics.profile, segments=config.numerics.segments)
+        device_of(model_contract(config.numerics.profile, segments=config.numerics.segments))
         shape = DecoderConfig.read(model)
         check_tensors(shape, model)
     except RlKernelError as error:

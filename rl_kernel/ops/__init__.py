@@ -2,8 +2,6 @@
 
 import importlib
 
-import torch
-
 from rl_kernel.contract import ModelContract
 from rl_kernel.errors import PlanError
 from rl_kernel.plan import Backend, Plan
@@ -26,14 +24,25 @@ def tables() -> dict[str, tuple[Backend, ...]]:
     return {op: importlib.import_module(f"rl_kernel.ops.{op}").BACKENDS for op in OPS}
 
 
-def usable_device(contract: ModelContract) -> str:
-    """The device whose products have the contract's MMA model, `cpu` or `cuda`; PlanError if it is not here."""
+def device_of(contract: ModelContract) -> str:
+    """The device that serves every op of `contract`, here or elsewhere: `cpu` or `cuda`; PlanError if none does."""
     mma = contract.profile.mma
     device = next((b.device for b in tables()["gemm"] if b.serves(contract["gemm"])), None)
     if device is None:
         raise PlanError(f"no backend computes products by MMA model {mma}; profile portable runs on any CPU")
+    strict_plan(contract, device)
+    return device
+
+
+def usable_device(contract: ModelContract) -> str:
+    """As `device_of`; PlanError also if this process has no such device."""
+    import torch  # noqa: PLC0415  who only asks what there is, as a job's driver does, is spared it
+
+    device = device_of(contract)
     if device != "cpu" and not torch.cuda.is_available():
-        raise PlanError(f"MMA model {mma} is a GPU's, and this process sees none; profile portable runs on any CPU")
+        raise PlanError(
+            f"MMA model {contract.profile.mma} is a GPU's, and this process sees none; profile portable runs on any CPU"
+        )
     return device
 
 

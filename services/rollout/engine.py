@@ -16,7 +16,7 @@ import numpy as np
 from rl_kernel.compare import compare_bits
 from rl_kernel.contract import ModelContract
 from rl_kernel.contracts import model_contract
-from rl_kernel.environment import read_environment
+from rl_kernel.environment import arch_of, read_environment
 from rl_kernel.errors import EvidenceError, ModelError, ShapeError, WeightDigestError
 from rl_kernel.integrations import vllm as strict_vllm
 from rl_kernel.integrations.evidence import Evidence
@@ -65,7 +65,8 @@ class RolloutEngine:
         check_tensors(self._config, model)
         self._digest = weight_digest(model)
         self._per_pass: list[dict[str, int]] = []
-        self._llm = _start(model, options)
+        self._device = usable_device(model_contract(options.profile, segments=options.segments))
+        self._llm = _start(model, options, self._device)
         if self._contract is not None:
             try:
                 self._prove(model, self._contract)
@@ -86,7 +87,7 @@ class RolloutEngine:
         return EngineFacts(
             engine_id=self._options.engine_id,
             contract_digest=contract.digest() if contract else "native",
-            environment=read_environment(contract.profile.mma if contract else "native"),
+            environment=read_environment(contract.profile.mma if contract else "native", arch_of(self._device)),
             tp_size=tp_size,
             vocab_size=self._config.vocab,
             padded_vocab_size=padded,
@@ -220,9 +221,8 @@ class RolloutEngine:
         self._per_pass = self._llm.collective_rpc("expected_evidence", args=(1,))
 
 
-def _start(model: Path, options: EngineOptions) -> Any:
+def _start(model: Path, options: EngineOptions, device: str) -> Any:
     separate = options.own_process or options.tp_size > 1
-    device = usable_device(model_contract(options.profile, segments=options.segments))
     environment = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0"}
     environment |= _CPU_ENVIRONMENT if device == "cpu" else _GPU_ENVIRONMENT
     if separate and device == "cpu":

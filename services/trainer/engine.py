@@ -16,7 +16,7 @@ import torch
 from rl_kernel.compare import compare_bits
 from rl_kernel.contract import ModelContract
 from rl_kernel.contracts import model_contract
-from rl_kernel.environment import read_environment
+from rl_kernel.environment import arch_of, read_environment
 from rl_kernel.errors import EvidenceError, ModelError
 from rl_kernel.integrations.evidence import Evidence
 from rl_kernel.integrations.megatron.model import StrictModel
@@ -101,7 +101,7 @@ class TrainerEngine:
         self._options, self._decoder = options, DecoderConfig.read(model)
         self._config_json = (model / "config.json").read_bytes()
         contract = model_contract(options.profile, segments=options.segments)
-        device = usable_device(contract)
+        self._device = device = usable_device(contract)
         self._tp = join_tensor_parallel(options.tp_size, options.rank, options.rendezvous, device)
         self._contract: ModelContract | None = None
         self._model: StrictModel | NativeModel
@@ -123,7 +123,7 @@ class TrainerEngine:
         return EngineFacts(
             engine_id=self._options.engine_id,
             contract_digest=contract.digest() if contract else "native",
-            environment=read_environment(contract.profile.mma if contract else "native"),
+            environment=read_environment(contract.profile.mma if contract else "native", arch_of(self._device)),
             tp_size=self._tp.size,
             vocab_size=self._decoder.vocab,
             padded_vocab_size=layout.padded_vocab,

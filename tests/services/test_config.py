@@ -48,6 +48,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(override, nearest)
         ("rollout=3", "rollout = 3 should be a section with keys"),
         ("trainer.learning_rate=.inf", "trainer.learning_rate = inf: input should be a finite number"),
         ("rollout", "has no key or no value"),
+        ("run.name=a/b", "run.name = 'a/b': use up to 64 letters, digits, '.', '_' and '-', the first a letter"),
     ],
 )
 def test_a_value_that_cannot_be_right_is_refused_in_one_line(override, says):

@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+import torch
 import yaml
 
 from services import job
@@ -85,6 +86,12 @@ def test_an_auditor_that_does_not_answer_is_named_before_anything_is_started(con
 def test_a_ray_cluster_that_does_not_answer_is_named_at_once(config_file, capsys):
     assert main(["--config", str(config_file), "--set", "ray.address=127.0.0.1:1"]) == 2
     assert "nobody answers at the Ray cluster's address 127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_job_for_gpus_does_not_wait_for_them_in_a_cluster_that_has_none(config_file, capsys):
+    assert main(["--config", str(config_file), "--set", "numerics.profile=sm90"]) == 2
+    assert "the Ray cluster has 0 GPUs and this job needs 1, since numerics.profile is" in capsys.readouterr().err
 
 
 def test_a_run_that_did_not_begin_is_not_the_latest(config_file, tmp_path, capsys):

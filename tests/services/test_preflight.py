@@ -37,6 +37,7 @@ def test_a_config_that_fits_passes(tmp_path, model):
         ),
         ({"trainer": {"tp_size": 2}}, r"trainer\.tp_size = 2 does not divide numerics\.segments = 1"),
         ({"numerics": {"profile": "sm70"}}, "unknown numerics profile 'sm70'; choose one of .*portable"),
+        ({"numerics": {"profile": "sm80"}}, "no backend computes products by MMA model sm80; profile portable runs on any"),
         (
             {"rollout": {"max_model_len": 4096}},
             r"rollout\.max_model_len = 4096 is more than the model's 2048 positions",
