@@ -31,9 +31,13 @@ Blocking blocking(const Product& p, int threads) {
   b.depth = std::max<int64_t>(2, (length / blocks + 2) / 2 * 2);
   const int64_t panels = panels_of(p.n),
                 sum = b.rows * kPanel * int64_t(sizeof(float)) * TreeStack::buffers(p.segments);
-  const int64_t wanted = 4 * threads;  // tasks, for balance against whatever else runs on the machine
+  // Tasks, for balance against whatever else runs on the machine. Each widens its rows of `a` for itself, which one
+  // row task alone would pay for in every task.
+  const int64_t wanted = (b.row_tasks > 1 ? 8 : 4) * threads;
   const int64_t for_balance = std::max<int64_t>(1, panels * b.row_tasks / wanted);
   b.panels = std::clamp<int64_t>(std::min(for_balance, kSumBytes / sum), 1, 16);
+  b.panel_tasks = (panels + b.panels - 1) / b.panels;
+  b.panels = (panels + b.panel_tasks - 1) / b.panel_tasks;  // tasks as equal as can be: 20 panels as 10 and 10
   b.panel_tasks = (panels + b.panels - 1) / b.panels;
   return b;
 }
