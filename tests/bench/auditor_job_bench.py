@@ -140,7 +140,7 @@ def main() -> int:
     """Each side in its own process; exit code 1 if one misses the goal."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.auditor_job_bench", description=__doc__)
     parser.add_argument("sides", nargs="*", help="rollout, trainer; default: both")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--in-process", action="store_true", help="measure the one side here")
     given = parser.parse_args()

@@ -7,11 +7,13 @@ is peer time over ours: above 1 the strict op is faster. `floor` is bytes over t
 # ruff: noqa: B023  (every closure is called, and forgotten, inside the iteration that made it)
 
 import argparse
+import importlib
 import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -113,6 +115,23 @@ def attention_forward() -> Iterator[Row]:
                 )
             note = f"{flops / mine / 1e6:.0f} TFLOP/s"
             yield Row("attention forward", f"S={length}", mine, peer, other, note)
+        fa3 = flash_attention_3()
+        if fa3 is not None:
+            how = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": length, "max_seqlen_k": length}
+            mine, other = measure(
+                [lambda: attention(q, k, v, cu, cu)],
+                [lambda: fa3.flash_attn_varlen_func(q, k, v, causal=True, fa_version=3, num_splits=1, **how)],
+            )
+            yield Row("attention forward", f"S={length}", mine, "FA3 in vLLM", other, note)
+
+
+def flash_attention_3() -> Any:
+    """vLLM's build of FlashAttention 3; None, and a line that says so, where it is not installed."""
+    try:
+        return importlib.import_module("vllm.vllm_flash_attn")
+    except ImportError as error:
+        print(f"FlashAttention 3: not measured ({error})")
+        return None
 
 
 def attention_backward() -> Iterator[Row]:
@@ -151,7 +170,7 @@ def attention_backward() -> Iterator[Row]:
 def decode() -> Iterator[Row]:
     from rl_kernel.ops.attention.triton_kernel import paged_attention
 
-    bandwidth = copy_bandwidth()
+    bandwidth, fa3 = copy_bandwidth(), flash_attention_3()
     for batch in (1, 16, 64, 256):
         for context in (1024, 8192, 32768):
             if batch * context > 1 << 21:
@@ -165,9 +184,27 @@ def decode() -> Iterator[Row]:
             table = torch.randperm(pages, device="cuda").int().reshape(batch, -1)
             cu = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
             lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-            (mine,) = measure([lambda s=s: paged_attention(*s, table, cu, lens) for s in sets])
-            name = f"batch={batch} context={context}"
-            yield Row("paged decode", name, mine, "floor: KV bytes", size / bandwidth, f"{size / mine / 1e6:.2f} TB/s")
+            sides = [[lambda s=s: paged_attention(*s, table, cu, lens) for s in sets]]
+            if fa3 is not None:
+                call = _fa3_decode(fa3, table, cu, lens, context)
+                sides.append([lambda s=s: call(*s) for s in sets])
+            mine, *other = measure(*sides)
+            name, note = f"batch={batch} context={context}", f"{size / mine / 1e6:.2f} TB/s"
+            yield Row("paged decode", name, mine, "floor: KV bytes", size / bandwidth, note)
+            if other:
+                yield Row("paged decode", name, mine, "FA3 in vLLM", other[0], f"{size / other[0] / 1e6:.2f} TB/s")
+
+
+def _fa3_decode(fa3: Any, table: torch.Tensor, cu: torch.Tensor, lens: torch.Tensor, context: int) -> Op:
+    """FlashAttention 3 as vLLM calls it in a CUDA graph: the schedule made once for all layers, up to 32 splits."""
+    schedule = fa3.get_scheduler_metadata(
+        batch_size=len(lens), max_seqlen_q=1, max_seqlen_k=context, num_heads_q=HEADS, num_heads_kv=KV_HEADS,
+        headdim=DIM, cache_seqlens=lens, cu_seqlens_q=cu, page_size=16, causal=True, num_splits=32,
+    )  # fmt: skip
+    return lambda q, k, v: fa3.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu, max_seqlen_q=1, seqused_k=lens, max_seqlen_k=context, causal=True,
+        block_table=table, scheduler_metadata=schedule, num_splits=32, fa_version=3,
+    )  # fmt: skip
 
 
 def copy_bandwidth() -> float:
@@ -181,7 +218,7 @@ def rows() -> Iterator[Row]:
     import torch.nn.functional as F
 
     from rl_kernel.ops.rms_norm.triton_kernel import add_rms_norm, rms_norm
-    from rl_kernel.ops.rope.triton_kernel import rope
+    from rl_kernel.ops.rope.triton_kernel import rope, rope_pair
     from rl_kernel.ops.swiglu.triton_kernel import swiglu
 
     bandwidth = copy_bandwidth()
@@ -212,6 +249,10 @@ def rows() -> Iterator[Row]:
             lambda x: rms_norm(x, head_gain, 1e-6), lambda x: F.rms_norm(x, (DIM,), head_gain, 1e-6),
         )  # fmt: skip
         yield from compare("rope", [(tokens, HEADS, DIM)], 2 * heads, lambda x: rope(x, cos, sin, positions), None)
+        yield from compare(
+            "rope q and k", [(tokens, HEADS, DIM), (tokens, KV_HEADS, DIM)], 2 * (heads + heads * KV_HEADS // HEADS),
+            lambda q, k: rope_pair(q, k, cos, sin, positions), None,
+        )  # fmt: skip
         yield from compare("swiglu", [(tokens, 2 * FFN)], tokens * FFN * 6, swiglu, None)
 
 
