@@ -76,6 +76,7 @@ class Auditor:
             lambda: self._pool.waiting if self._pool else 0,
             lambda: self._pool.lag_seconds if self._pool else 0.0,
             self._reader.size_bytes,
+            clock,
             lambda: clock.jumped_seconds,
         )
         version = metadata.version("rl-kernel")

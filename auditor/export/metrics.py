@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client import Counter as LiveCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -46,6 +46,7 @@ class Live:
     recompute_queue: Callable[[], int]
     recompute_lag: Callable[[], float]
     ledger_bytes: Callable[[], int]
+    clock: Callable[[], float]
     clock_jumped: Callable[[], float]
 
 
@@ -67,6 +68,7 @@ class AuditCollector(Collector):
             ("recompute_queue_samples", "Samples that wait for the reference.", self._live.recompute_queue),
             ("recompute_lag_seconds", "Longest wait in the reference's queue.", self._live.recompute_lag),
             ("ledger_bytes", "Size of the ledger.", self._live.ledger_bytes),
+            ("clock_timestamp_seconds", "Unix time by the clock that stamps records.", self._live.clock),
             (
                 "clock_jumped_seconds",
                 "How far the machine's clock was set since the start; no record's age follows it.",
@@ -84,6 +86,7 @@ class Metrics:
         build = Gauge("auditor_build_info", "Constant 1; the version is a label.", ["version"], registry=self.registry)
         build.labels(version).set(1)
         self.registry.register(AuditCollector(board, live))
+        ProcessCollector(registry=self.registry)
         self.receipt_seconds = Histogram(
             "auditor_receipt_seconds",
             "From a batch's arrival to its receipts.",
