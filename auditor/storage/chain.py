@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from auditor.errors import ChainError
 from auditor.proto import audit_pb2 as pb
 from auditor.records import SampleKey
-from auditor.storage.database import Database
+from auditor.storage.database import Database, require_current
 from auditor.storage.state import check_state
 
 GENESIS: Final = bytes(32)
@@ -42,12 +42,14 @@ class Verified:
 
 def verify(database: Database) -> Verified:
     """Walk the whole chain, the content it is about and the state that follows; ChainError names what does not fit.
+    ConfigError: the ledger is one of an older program, and has not been brought up to date.
 
     All of it as it is at one moment, for others may go on writing. A tail that was cut off cannot be told from here:
     compare the head with one that was written down elsewhere.
     """
     database.run(database.snapshot)
     try:
+        require_current(database)
         found = _walk(database)
         check_state(database)
     finally:

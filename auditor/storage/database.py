@@ -65,7 +65,20 @@ def migrate(database: Database) -> None:
     database.run("BEGIN")
     for statements in MIGRATIONS[present:]:
         for statement in statements:
-            database.run(statement.format(**database.types))
+            if callable(statement):
+                statement(database)
+            else:
+                database.run(statement.format(**database.types))
     database.run("DELETE FROM schema_version")
     database.run("INSERT INTO schema_version VALUES (?)", (VERSION,))
     database.run("COMMIT")
+
+
+def require_current(database: Database) -> None:
+    """ConfigError where the tables are those of another version of this program, whose totals mean something else."""
+    ((present,),) = database.all("SELECT version FROM schema_version")
+    if present != VERSION:
+        raise ConfigError(
+            f"the ledger has schema version {present}, this program {VERSION}; an auditor brings it up to date when it"
+            " is started on it"
+        )

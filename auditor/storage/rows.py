@@ -15,7 +15,8 @@ class Totals:
 
     rollout_differing, trainer_differing: recomputed tokens that differ from the reference on that side;
     reference_differing: on at least one.
-    conditions, causes, sides: samples by failed precondition, first cause, and side that is wrong.
+    conditions: samples by failed precondition. sides, causes: mismatched samples by the side that is wrong and by
+    their first cause; a sample that could not be compared is no mismatch, and counts under its condition only.
     """
 
     samples: int = 0
@@ -126,7 +127,7 @@ class SampleRow:
 
 
 def _of(judgement: Judgement) -> Totals:
-    compared = judgement.verdict in (Verdict.MATCH, Verdict.MISMATCH)
+    mismatch = judgement.verdict is Verdict.MISMATCH
     explained = judgement.explained_by_arithmetic or not judgement.same_arithmetic
     done = judgement.reference is Reference.DONE
     return Totals(
@@ -142,8 +143,8 @@ def _of(judgement: Judgement) -> Totals:
         trainer_differing=judgement.trainer_differing,
         reference_differing=judgement.reference_differing,
         conditions={judgement.condition: 1} if judgement.condition else {},
-        sides={judgement.side.value: 1} if compared and judgement.verdict is Verdict.MISMATCH else {},
-        causes={judgement.cause: 1} if judgement.cause else {},
+        sides={judgement.side.value: 1} if mismatch else {},
+        causes={judgement.cause: 1} if mismatch and judgement.cause else {},
         missing={judgement.missing: 1} if judgement.missing else {},
         weight_versions=(judgement.weight_version,) * 2 if judgement.weight_version >= 0 else None,
     )

@@ -3,12 +3,15 @@
 `entries` is append-only and chained; `records` and `verdicts` hold what it is about. `samples`, `steps`, `runs` and
 `counters` are the present state, kept in the same transactions, so that no read has to add up history.
 Types are written as {blob}, {real}, {integer} and {name} (text ordered by its bytes), which each database spells in its
-own way.
+own way. A step that SQL cannot say is a function of the database.
 """
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
+from auditor.storage.recount import forget_causes_of_not_comparable
+
+MIGRATIONS: Final[tuple[tuple[str | Callable[[Any], None], ...], ...]] = (
     (
         """CREATE TABLE entries (
             seq {integer} PRIMARY KEY, kind TEXT NOT NULL, run_id {name} NOT NULL, step {integer} NOT NULL,
@@ -42,5 +45,7 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     ("CREATE INDEX records_held ON records (received_at) WHERE payload IS NOT NULL",),
     # Evidence is retired in the order of the chain: a clock that was wrong for a while cannot make a record old.
     ("DROP INDEX records_held", "CREATE INDEX records_held_in_order ON records (seq) WHERE payload IS NOT NULL"),
+    (forget_causes_of_not_comparable,),
+    ("CREATE INDEX samples_pending ON samples (run_id, step, sample_id) WHERE verdict = 'pending'",),
 )
 VERSION: Final = len(MIGRATIONS)
