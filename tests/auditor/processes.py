@@ -16,10 +16,15 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class AuditorProcess:
-    """`python -m auditor.main` on ports that stay the same over restarts."""
+    """`python -m auditor.main` on ports that stay the same over restarts.
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    python: the interpreter, this one from the checkout by default; another one runs what is installed for it.
+    """
+
+    def __init__(self, folder: Path, *flags: str, python: list[str] | None = None) -> None:
         self.folder = folder
+        self._python = python or [sys.executable]
+        self._cwd = folder if python else REPOSITORY
         self.ledger = folder / "ledger.db"
         self._flags = flags
         self._ports = ("127.0.0.1:0", "127.0.0.1:0")
@@ -37,10 +42,10 @@ class AuditorProcess:
     def start(self) -> None:
         ports = self.folder / "ports.json"
         ports.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "auditor.main", "--grpc", self.grpc, "--http", self.http]
+        command = [*self._python, "-m", "auditor.main", "--grpc", self.grpc, "--http", self.http]
         command += ["--ledger", str(self.ledger), "--ports-file", str(ports), *self._flags]
         with (self.folder / "auditor.log").open("ab") as output:
-            self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
+            self.process = subprocess.Popen(command, cwd=self._cwd, stdout=output, stderr=output)
         deadline = time.monotonic() + 120
         while not ports.exists():
             assert self.process.poll() is None, (self.folder / "auditor.log").read_text()
@@ -69,6 +74,20 @@ class AuditorProcess:
             lines = answer.read().decode().splitlines()
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 
+    def wait_for_metrics(self, condition: Any, seconds: float = 30) -> dict[str, float]:
+        """The series of /metrics once `condition` holds of them."""
+        deadline = time.monotonic() + seconds
+        while True:
+            series = self.metrics()
+            if condition(series):
+                return series
+            assert time.monotonic() < deadline, series
+            time.sleep(0.05)
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "auditor.log").read_text()
+
     def wait_for(self, path: str, condition: Any, seconds: float = 30) -> Any:
         """The answer at `path` once `condition` holds of it."""
         deadline = time.monotonic() + seconds
@@ -81,9 +100,9 @@ class AuditorProcess:
 
 
 @contextmanager
-def running_auditor(folder: Path, *flags: str) -> Iterator[AuditorProcess]:
+def running_auditor(folder: Path, *flags: str, python: list[str] | None = None) -> Iterator[AuditorProcess]:
     folder.mkdir(parents=True, exist_ok=True)
-    auditor = AuditorProcess(folder, *flags)
+    auditor = AuditorProcess(folder, *flags, python=python)
     try:
         yield auditor
     finally:
