@@ -121,40 +121,34 @@ struct Cdna3 {
     return inside;
   }
 
-  // 2^e as a double.
-  AVX512 static __m512i power(__m256i e) {
-    return _mm512_slli_epi64(_mm512_add_epi64(_mm512_cvtepi32_epi64(e), _mm512_set1_epi64(1023)), 52);
-  }
-
-  // x rounded down to a multiple of `unit`: beside 1.5 * 2^52 units, the last place of a double is one unit.
-  AVX512 static __m512d floor_to(__m512d x, __m512d unit) {
-    constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
-    __m512d beside = _mm512_mul_pd(unit, _mm512_set1_pd(0x1.8p52));
-    return _mm512_sub_pd(_mm512_add_round_pd(x, beside, kDown), beside);
-  }
-
-  // 8 lanes in double, where every intermediate sum (38 bits at most) is exact.
-  AVX512 static __m256 half(__m256i sum, __m256i aligned, __m256 acc, __m256i acc_exponent) {
-    constexpr int64_t kDropped = (int64_t(1) << (52 - 31)) - 1;  // what a double has beyond 31 fractional bits
-    __m512i both = power(_mm256_max_epi32(aligned, acc_exponent));
-    __m512d at_32 = _mm512_castsi512_pd(_mm512_sub_epi64(both, _mm512_set1_epi64(int64_t(32) << 52)));
-    __m512d at_24 = _mm512_castsi512_pd(_mm512_sub_epi64(both, _mm512_set1_epi64(int64_t(24) << 52)));
-    __m512i unit = _mm512_sub_epi64(power(aligned), _mm512_set1_epi64(int64_t(24) << 52));
-    __m512d dot = floor_to(_mm512_mul_pd(_mm512_cvtepi32_pd(sum), _mm512_castsi512_pd(unit)), at_32);
-    __m512d total = _mm512_add_pd(dot, floor_to(_mm512_cvtps_pd(acc), at_24));
-    // Down to 31 fractional bits: cut the magnitude, of a negative number to the next larger one.
-    __m512i bits = _mm512_castpd_si512(total), sign = _mm512_srai_epi64(bits, 63);
-    bits = _mm512_add_epi64(bits, _mm512_and_si512(sign, _mm512_set1_epi64(kDropped)));
-    return _mm512_cvtpd_ps(_mm512_castsi512_pd(_mm512_andnot_si512(_mm512_set1_epi64(kDropped), bits)));
-  }
-
+  // The sum of products and acc meet as T + low/256 in units of 2^(both - 24), floored: T int32, low in [0, 255].
   AVX512 static __m512 finish(__m512i sum, __m512i aligned, __m512 acc, __mmask16&) {
-    __m512i e = accumulator_exponent(acc);
-    __m256 low = half(_mm512_castsi512_si256(sum), _mm512_castsi512_si256(aligned), _mm512_castps512_ps256(acc),
-                      _mm512_castsi512_si256(e));
-    __m256 high = half(_mm512_extracti64x4_epi64(sum, 1), _mm512_extracti64x4_epi64(aligned, 1),
-                       _mm512_extractf32x8_ps(acc, 1), _mm512_extracti64x4_epi64(e, 1));
-    return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+    const __m512i zero = _mm512_setzero_si512(), eight = _mm512_set1_epi32(8);
+    __m512i both = _mm512_max_epi32(aligned, accumulator_exponent(acc)), shift = _mm512_sub_epi32(both, aligned);
+    __m512i up = _mm512_max_epi32(_mm512_sub_epi32(eight, shift), zero);
+    __m512i down = _mm512_max_epi32(_mm512_sub_epi32(shift, eight), zero);
+    __m512i low = _mm512_and_si512(_mm512_sllv_epi32(_mm512_srav_epi32(sum, down), up), _mm512_set1_epi32(255));
+    __m512i t = _mm512_add_epi32(_mm512_srav_epi32(sum, shift), floor_of(acc, both));
+    // 256 * (high + rest/256) is their sum in units of 2^(both - 32); both parts are exact in fp32.
+    __m512 high = _mm512_cvtepi32_ps(_mm512_and_si512(t, _mm512_set1_epi32(~0xfff)));
+    __m512i rest = _mm512_or_si512(_mm512_and_si512(_mm512_slli_epi32(t, 8), _mm512_set1_epi32(0xfff00)), low);
+    rest = _mm512_and_si512(rest, _mm512_sllv_epi32(_mm512_set1_epi32(-1), dropped(high, rest)));
+    __m512 rounded = _mm512_fmadd_ps(high, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(rest));
+    return _mm512_mul_ps(rounded, power_of_two(_mm512_sub_epi32(both, _mm512_set1_epi32(32))));
+  }
+
+  // acc in units of 2^(both - 24), rounded down; an acc that underflows in these units still is below zero, or not.
+  AVX512 static __m512i floor_of(__m512 acc, __m512i both) {
+    constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    __m512 scale = power_of_two(_mm512_sub_epi32(_mm512_set1_epi32(24), both));
+    return _mm512_cvt_roundps_epi32(_mm512_mul_round_ps(acc, scale, kDown), kDown);
+  }
+
+  // How many last bits of the sum lie beyond its 31 fractional ones. Cut toward zero, it keeps its exponent.
+  AVX512 static __m512i dropped(__m512 high, __m512i rest) {
+    __m512 sum = _mm512_fmadd_round_ps(high, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(rest),
+                                       _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    return _mm512_max_epi32(_mm512_sub_epi32(accumulator_exponent(sum), _mm512_set1_epi32(31)), _mm512_setzero_si512());
   }
 };
 
