@@ -63,6 +63,10 @@ class StrictGPUWorker(StrictCalls, Worker):
 class NativeGPUWorker(NativeCalls, Worker):
     """vLLM's own worker and arithmetic; only the engine's calls are added."""
 
+    def get_model(self) -> Any:
+        """The model."""
+        return Worker.get_model(self)
+
     def reload_weights(self, **arguments: Any) -> None:
         """The reload of vLLM itself."""
         Worker.reload_weights(self, **arguments)

@@ -55,6 +55,10 @@ class StrictCPUWorker(StrictCalls, SeededCPUWorker):
 class NativeCPUWorker(NativeCalls, SeededCPUWorker):
     """vLLM's own worker and arithmetic; only the engine's calls are added."""
 
+    def get_model(self) -> Any:
+        """The model."""
+        return SeededCPUWorker.get_model(self)
+
     def reload_weights(self, **arguments: Any) -> None:
         """The reload of vLLM itself."""
         SeededCPUWorker.reload_weights(self, **arguments)

@@ -77,11 +77,23 @@ class NativeCalls:
         """The reload of vLLM itself; its worker has it."""
         raise NotImplementedError
 
+    def get_model(self) -> Any:
+        """The model; vLLM's worker has it."""
+        raise NotImplementedError
+
     def replace_weights(self, folder: str) -> None:
-        """Load the weights of `folder` by vLLM's own reload."""
+        """Load the weights of `folder` by vLLM's own reload.
+
+        On a CPU that reload leaves a tied output layer as it was packed at the start, and every log-probability would
+        be one of the first weights' head: it is packed again here.
+        """
         seen: list[Triple] = []
+        tied = bool(self.model_config.hf_config.tie_word_embeddings)
         self.reload_weights(weights_iterator=digest_while_reading(Path(folder), seen))
-        self._loaded = digest_tensors(seen, tied=bool(self.model_config.hf_config.tie_word_embeddings))
+        if tied:
+            head = self.get_model().lm_head
+            head.quant_method.process_weights_after_loading(head)
+        self._loaded = digest_tensors(seen, tied=tied)
 
     def confirm_weights(self) -> tuple[str | None, str | None]:
         """As the strict worker's, of the tensors handed to vLLM's loader: its linears may keep no readable copy."""
