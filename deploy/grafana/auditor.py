@@ -5,13 +5,21 @@ from grafana_foundation_sdk.builders import dashboard
 from deploy.grafana.panels import AUDITOR, Query, board, lines, number
 
 _CLUSTER = 'cluster=~"$Cluster"'
+_PROCESS = f'job=~"(.*-)?auditor", {_CLUSTER}'
+# Seconds, of each auditor: set since its start; behind or before Prometheus.
+_CLOCK_SET = f"max by (cluster, instance) (auditor_clock_jumped_seconds{{{_CLUSTER}}})"
+_CLOCK_OFF = (
+    f"max by (cluster, instance) (auditor_clock_timestamp_seconds{{{_CLUSTER}}}"
+    f" - timestamp(auditor_clock_timestamp_seconds{{{_CLUSTER}}}))"
+)
 _RATE = "[$__rate_interval]"
+_EACH = "{{instance}} {{cluster}}"
 
 
 def build() -> dashboard.Dashboard:
     """The dashboard."""
     page = board("rlk-auditor", "RL auditor", "Ingest, lag, recompute and storage of the auditor itself.")
-    for part in (_state, _ingest, _sides, _recompute, _storage):
+    for part in (_state, _ingest, _sides, _recompute, _storage, _process):
         page = part(page)
     return page
 
@@ -22,27 +30,17 @@ def _quantiles(metric: str) -> list[Query]:
 
 
 def _state(page: dashboard.Dashboard) -> dashboard.Dashboard:
+    version = [Query(f"count by (version) (auditor_build_info{{{_CLUSTER}}})", "{{version}}")]
+    lag, ledger = f"max(auditor_recompute_lag_seconds{{{_CLUSTER}}})", f"sum(auditor_ledger_bytes{{{_CLUSTER}}})"
+    clock = [Query(f"max(abs({_CLOCK_SET}))", "set"), Query(f"max(abs({_CLOCK_OFF}))", "off")]
     return (
         page.with_row(dashboard.Row("State"))
-        .with_panel(
-            number("Auditors up", f'sum(up{{job=~"(.*-)?auditor", {_CLUSTER}}})', "Targets that answer.", span=6)
-        )
-        .with_panel(
-            number("Runs", f"count(count by (cluster, run_id) (auditor_step{{{AUDITOR}}}))", "With gauges.", span=6)
-        )
-        .with_panel(
-            number(
-                "Recompute lag",
-                f"max(auditor_recompute_lag_seconds{{{_CLUSTER}}})",
-                "Longest wait for the reference.",
-                unit="s",
-                bad_from=600,
-                span=6,
-            )
-        )
-        .with_panel(
-            number("Ledger", f"sum(auditor_ledger_bytes{{{_CLUSTER}}})", "Bytes on disk.", unit="bytes", span=6)
-        )
+        .with_panel(number("Auditors up", f"sum(up{{{_PROCESS}}})", "Targets that answer."))
+        .with_panel(number("Auditors by version", version, "As each says of itself."))
+        .with_panel(number("Runs", f"count(count by (cluster, run_id) (auditor_newest_step{{{AUDITOR}}}))", "Shown."))
+        .with_panel(number("Recompute lag", lag, "Longest wait for the reference.", unit="s", bad_from=600))
+        .with_panel(number("Ledger", ledger, "Bytes on disk.", unit="bytes"))
+        .with_panel(number("Clock off by", clock, "Set since the start, or against Prometheus.", unit="s", bad_from=60))
     )
 
 
@@ -101,35 +99,47 @@ def _ingest(page: dashboard.Dashboard) -> dashboard.Dashboard:
 
 
 def _sides(page: dashboard.Dashboard) -> dashboard.Dashboard:
+    def by_side(what: str, note: str = "") -> Query:
+        return Query(f"sum by (cluster, run_id, side) ({what})", f"{{{{side}}}} {{{{run_id}}}} {{{{cluster}}}}{note}")
+
+    silent = f"time() - max by (cluster, run_id, side) (auditor_last_record_timestamp_seconds{{{AUDITOR}}})"
+    waiting = [
+        by_side(f"auditor_missing_pairs{{{AUDITOR}}}"),
+        by_side(f"auditor_overdue_pairs{{{AUDITOR}}}", ", overdue"),
+    ]
+    given_up = [
+        by_side(f"auditor_unpaired_samples_total{{{AUDITOR}}}"),
+        by_side(f"auditor_late_samples_total{{{AUDITOR}}}", ", came after all"),
+    ]
     return (
         page.with_row(dashboard.Row("The two sides"))
         .with_panel(
             lines(
                 "Seconds since a side reported",
-                [
-                    Query(
-                        f"time() - max by (cluster, run_id, side) (auditor_last_record_timestamp_seconds{{{AUDITOR}}})",
-                        "{{side}} {{run_id}} {{cluster}}",
-                    )
-                ],
+                [Query(silent, "{{side}} {{run_id}} {{cluster}}")],
                 "Two lines that part are a side that has gone silent.",
                 unit="s",
             )
         )
         .with_panel(
             lines(
+                "Newest step of a side",
+                [by_side(f"auditor_newest_step{{{AUDITOR}}}")],
+                "Three steps apart for ten minutes are an alert.",
+            )
+        )
+        .with_panel(
+            lines(
                 "Samples that wait for a side",
-                [
-                    Query(
-                        f"sum by (cluster, run_id, side) (auditor_missing_pairs{{{AUDITOR}}})",
-                        "{{side}} {{run_id}} {{cluster}}",
-                    ),
-                    Query(
-                        f"sum by (cluster, run_id, side) (auditor_overdue_pairs{{{AUDITOR}}})",
-                        "{{side}} {{run_id}} {{cluster}}, overdue",
-                    ),
-                ],
+                waiting,
                 "Overdue: the side has reported later steps already.",
+            )
+        )
+        .with_panel(
+            lines(
+                "Samples given up",
+                given_up,
+                "Whose side had not come within pair_wait_s, since the run began.",
             )
         )
     )
@@ -173,16 +183,56 @@ def _recompute(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 stacked=True,
             )
         )
+        .with_panel(
+            lines(
+                "Samples without room to wait for the reference",
+                [
+                    Query(
+                        f"sum by (cluster, run_id, chosen) (auditor_recompute_skipped_samples_total{{{AUDITOR}}})",
+                        "{{chosen}} {{run_id}} {{cluster}}",
+                    )
+                ],
+                "Passed over, since the run began: mismatch, or sampled by the policy.",
+            )
+        )
+        .with_panel(
+            lines(
+                "Workers replaced",
+                [
+                    Query(
+                        f"sum by (cluster, instance, reason) (auditor_recompute_worker_ends_total{{{_CLUSTER}}})",
+                        f"{{{{reason}}}} {_EACH}",
+                    )
+                ],
+                "Died or were killed over a sample, since the auditor's start.",
+            )
+        )
     )
 
 
 def _storage(page: dashboard.Dashboard) -> dashboard.Dashboard:
-    return page.with_row(dashboard.Row("Storage")).with_panel(
-        lines(
-            "Ledger by auditor",
-            [Query(f"sum by (instance) (auditor_ledger_bytes{{{_CLUSTER}}})", "{{instance}}")],
-            "docs/operations/sizing.md says what to expect a token.",
-            unit="bytes",
-            span=24,
-        )
+    ledger = f"sum by (cluster, instance) (auditor_ledger_bytes{{{_CLUSTER}}})"
+    retired = f"sum by (cluster, instance) (rate(auditor_retired_records_total{{{_CLUSTER}}}{_RATE}))"
+    left = f"sum by (cluster, instance, reason) (auditor_left_runs_total{{{_CLUSTER}}})"
+    size, dropped = "docs/operations/sizing.md says what to expect a token.", "Content dropped by age, archived first."
+    gone = "Silent for shown_idle_s, or crowded out by shown_runs others, since the start."
+    return (
+        page.with_row(dashboard.Row("Storage"))
+        .with_panel(lines("Ledger by auditor", [Query(ledger, _EACH)], size, unit="bytes", span=8))
+        .with_panel(lines("Records retired", [Query(retired, _EACH)], dropped, unit="cps", span=8))
+        .with_panel(lines("Runs that left /metrics", [Query(left, f"{{{{reason}}}} {_EACH}")], gone, span=8))
+    )
+
+
+def _process(page: dashboard.Dashboard) -> dashboard.Dashboard:
+    cpu = f"sum by (cluster, instance) (rate(process_cpu_seconds_total{{{_PROCESS}}}{_RATE}))"
+    memory = f"sum by (cluster, instance) (process_resident_memory_bytes{{{_PROCESS}}})"
+    files = f"max by (cluster, instance) (process_open_fds{{{_PROCESS}}} / process_max_fds{{{_PROCESS}}})"
+    clock = [Query(_CLOCK_SET, f"set {_EACH}"), Query(_CLOCK_OFF, f"off {_EACH}")]
+    return (
+        page.with_row(dashboard.Row("The process, without recompute workers"))
+        .with_panel(lines("Cores in use", [Query(cpu, _EACH)], "Of the auditor itself.", span=6))
+        .with_panel(lines("Memory", [Query(memory, _EACH)], "Resident.", unit="bytes", span=6))
+        .with_panel(lines("Open files", [Query(files, _EACH)], "Share of its limit.", unit="percentunit", span=6))
+        .with_panel(lines("Clock", clock, "Seconds set since the start; off against Prometheus.", unit="s", span=6))
     )

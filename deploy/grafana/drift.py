@@ -129,7 +129,9 @@ def _breakdown(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Mismatched tokens by side",
-                [Query(_by("side", "auditor_mismatched_tokens_total"), "{{side}} {{run_id}} {{cluster}}")],
+                [
+                    Query(_by("side", "auditor_mismatched_tokens_total"), "{{side}} {{run_id}} {{cluster}}"),
+                ],
                 "pair: between the two. rollout, trainer: against the reference.",
                 span=8,
                 stacked=True,
@@ -168,6 +170,7 @@ def _breakdown(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 "ULP between the sides",
                 f"sum by (le) (increase(auditor_ulp_diff_bucket{{{AUDITOR}}}{_RATE}))",
                 "Units in the last place; all weight in the lowest bucket is equal bits.",
+                span=8,
             )
         )
         .with_panel(
@@ -175,7 +178,16 @@ def _breakdown(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 "NaN and infinite log-probabilities",
                 [Query(_by("side", "auditor_nonfinite_logprobs_total"), "{{side}} {{run_id}} {{cluster}}")],
                 "Counted apart; they enter no mean.",
+                span=8,
                 stacked=True,
+            )
+        )
+        .with_panel(
+            lines(
+                "Tokens explained by arithmetic",
+                [Query(f"sum by (cluster, run_id) (auditor_other_arithmetic_tokens_total{{{AUDITOR}}})")],
+                "Two MMA models, and each side keeps its own: no mismatch. Since the run began.",
+                span=8,
             )
         )
     )

@@ -15,6 +15,8 @@ DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 # Runs of the auditor, and what the job says of itself through Ray.
 AUDITOR = 'cluster=~"$Cluster", run_id=~"$run"'
 RAY = 'cluster=~"$Cluster", SessionName=~"$SessionName", run_id=~"$run"'
+# There from a run's first record on, or from its first step where it reports to no auditor.
+_ANY_RUN = '__name__=~"auditor_newest_step|ray_rl_step"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,9 @@ def board(uid: str, title: str, description: str) -> dashboard.Dashboard:
         .refresh("10s")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(_variable("Cluster", 'label_values({__name__=~"auditor_step|ray_rl_step"}, cluster)'))
-        .with_variable(_variable("SessionName", "label_values(ray_rl_step, SessionName)"))
-        .with_variable(_variable("run", 'label_values({__name__=~"auditor_step|ray_rl_step"}, run_id)'))
+        .with_variable(_variable("Cluster", f"label_values({{{_ANY_RUN}}}, cluster)"))
+        .with_variable(_variable("SessionName", 'label_values(ray_rl_step{cluster=~"$Cluster"}, SessionName)'))
+        .with_variable(_variable("run", f'label_values({{{_ANY_RUN}, cluster=~"$Cluster"}}, run_id)'))
         .link(dashboard.DashboardLink("rl-kernel").type(model.DashboardLinkType.DASHBOARDS).tags(["rl-kernel"]))
     )
 
@@ -141,7 +143,7 @@ def number(
 ) -> stat.Panel:
     """One number a query; red from `bad_from` up. No series is said as such and is not a zero.
 
-    what: the expression, where there is one and it needs no name.
+    what: the expression, where there is one and it needs no name; else each number is shown with its legend.
     """
     steps = [model.Threshold(value=None, color="green" if bad_from is not None else "text")]
     if bad_from is not None:
@@ -156,12 +158,19 @@ def number(
         .height(4)
         .no_value("nothing")
         .color_mode(common_model.BigValueColorMode.VALUE)
+        .text_mode(_text_mode(what))
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         .thresholds(dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
     )
     for index, query in enumerate([Query(what, title)] if isinstance(what, str) else what):
         panel = panel.with_target(_target(query, string.ascii_uppercase[index]))
     return panel
+
+
+def _text_mode(what: str | Sequence[Query]) -> common_model.BigValueTextMode:
+    return (
+        common_model.BigValueTextMode.VALUE if isinstance(what, str) else common_model.BigValueTextMode.VALUE_AND_NAME
+    )
 
 
 def distribution(title: str, expression: str, description: str, span: int = 12) -> heatmap.Panel:

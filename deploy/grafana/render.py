@@ -152,7 +152,8 @@ def _stat(axes: Axes, panel: Mapping[str, Any], found: Found, _: tuple[float, fl
     colour = [s["color"] for s in steps if s["value"] is None or max(value for _, value in values) >= s["value"]][-1]
     shown = {"text": "black", "green": "#1a7f37", "red": "#c4162a"}[colour]
     number = _formatter(panel)
-    text = number(values[0][1], None) if len(values) == 1 else "\n".join(f"{n} {number(v, None)}" for n, v in values)
+    bare = panel["options"].get("textMode") == "value"
+    text = "\n".join(number(v, None) if bare else f"{n}: {number(v, None)}" for n, v in values)
     axes.text(0.42, 0.5, text, ha="center", va="center", fontsize=24 if len(values) == 1 else 15, color=shown)
     axes.axis("off")
 

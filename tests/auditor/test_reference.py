@@ -19,7 +19,11 @@ from tests.models import LLAMA, write_tiny_model
 
 @pytest.fixture(scope="module")
 def weights_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("weights")
+    return write_versions(tmp_path_factory.mktemp("weights"))
+
+
+def write_versions(root: Path) -> Path:
+    """Versions 1 and 2 of a tiny model, as a job publishes them."""
     for version in (1, 2):
         folder = write_tiny_model(root / f"v{version:06d}", LLAMA, seed=version)
         digest = Decoder.open(folder, CONTRACT).weight_digest

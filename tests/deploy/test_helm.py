@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import yaml
 from auditor.config import Config as AuditorConfig
 from deploy.chart_schema import CHARTS_OWN, SCHEMA, schema_text
 from services.config import build_config
+from tests.deploy.crds.reduce import SCHEMAS, lines, reduced
 
 REPOSITORY = Path(__file__).parents[2]
 CHART = REPOSITORY / "helm" / "rl-kernel"
 SHAPES = sorted(path.stem for path in (CHART / "shapes").glob("*.yaml"))
 HELMS = [version for version in ("3", "4") if (REPOSITORY / f"build/tools/helm-{version}/helm").exists()]
-# A folder with the CRD schemas of KubeRay and prometheus-operator, as those projects publish them.
+# A folder with the CRDs of KubeRay and prometheus-operator, as those projects publish them.
 CRDS = Path(os.environ["CRDS"]) if os.environ.get("CRDS") else None
 KUBERNETES = "1.32"
 
@@ -30,17 +32,20 @@ def helm(version: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def rendered(version: str, shape: str, *extra: str) -> list[dict[str, Any]]:
-    done = helm(
-        version, "template", "rl", str(CHART), "-n", "rl-system", "-f", str(CHART / f"shapes/{shape}.yaml"), *extra
-    )
+    done = template(version, shape, *extra)
     assert done.returncode == 0, done.stderr
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
+    return [document for document in yaml.load_all(done.stdout, yaml.CSafeLoader) if document]
+
+
+@cache
+def template(version: str, shape: str, *extra: str) -> subprocess.CompletedProcess[str]:
+    """Asked for once: the chart does not change while it is tested."""
+    file = str(CHART / f"shapes/{shape}.yaml")
+    return helm(version, "template", "rl", str(CHART), "-n", "rl-system", "-f", file, *extra)
 
 
 def templated(shape: str, *settings: str) -> subprocess.CompletedProcess[str]:
-    flags = [word for setting in settings for word in ("--set", setting)]
-    file = str(CHART / f"shapes/{shape}.yaml")
-    return helm(HELMS[-1], "template", "rl", str(CHART), "-n", "rl-system", "-f", file, *flags)
+    return template(HELMS[-1], shape, *(word for setting in settings for word in ("--set", setting)))
 
 
 def one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -90,38 +95,62 @@ def strict(schema: Any) -> Any:
 
 
 def crd_schemas() -> dict[tuple[str, str], Any]:
-    assert CRDS is not None
+    """Strict schema by apiVersion and kind."""
+    reduced = strict(json.loads(SCHEMAS.read_text()))
     schemas = {}
-    for file in CRDS.glob("*.yaml"):
-        crd = yaml.load(file.read_text(), yaml.CSafeLoader)
-        for version in crd["spec"]["versions"]:
-            key = (f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"])
-            schema = strict(version["schema"]["openAPIV3Schema"])
-            schema["properties"]["metadata"] = {"type": "object"}
-            schemas[key] = schema
+    for name, schema in reduced["kinds"].items():
+        version, kind = name.split(" ")
+        schemas[version, kind] = {**schema, "$defs": reduced["$defs"]}
     return schemas
 
 
-@pytest.mark.skipif(
-    CRDS is None,
-    reason="RayJob, RayCluster, ServiceMonitor, PodMonitor, PrometheusRule are NOT validated: their schemas are not in"
-    " this repository; put the CRDs of KubeRay and prometheus-operator into a folder and name it in CRDS",
-)
-def test_custom_resources_are_valid_by_their_own_definitions_and_a_misspelt_field_is_not() -> None:
+def faults(document: dict[str, Any], schemas: dict[tuple[str, str], Any]) -> list[str]:
+    """What its own definition has against a custom resource."""
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is missing")
+    schema = schemas[document["apiVersion"], document["kind"]]
+    return [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(document)]
+
+
+def test_custom_resources_are_valid_by_their_own_definitions() -> None:
     schemas = crd_schemas()
     seen = set()
     for shape in SHAPES:
         for document in rendered(HELMS[-1], shape):
-            key = (document["apiVersion"], document["kind"])
-            if key in schemas:
+            if (document["apiVersion"], document["kind"]) in schemas:
                 seen.add(document["kind"])
-                jsonschema.Draft202012Validator(schemas[key]).validate(document)
+                assert faults(document, schemas) == []
     assert seen == {"RayJob", "RayCluster", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
-    job = one(rendered(HELMS[-1], "rayjob-cuda"), "RayJob")
-    job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParam"] = {}
-    with pytest.raises(jsonschema.ValidationError, match="rayStartParam"):
-        jsonschema.Draft202012Validator(schemas[job["apiVersion"], "RayJob"]).validate(job)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "said"),
+    [
+        ("RayJob", "rayClusterSpec.headGroupSpec.rayStartParam", {}, "rayStartParam"),
+        ("RayJob", "rayClusterSpec.headGroupSpec.template.spec.containers.0.resorces", {}, "resorces"),
+        ("RayJob", "backoffLimit", "none", "'none' is not of type 'integer'"),
+        ("RayJob", "rayClusterSpec.authOptions.mode", "tokens", "'tokens' is not one of"),
+        ("ServiceMonitor", "endpoints.0.intervall", "15s", "intervall"),
+        ("ServiceMonitor", "endpoints.0.interval", "15", "does not match"),
+        ("PodMonitor", "podMetricsEndpoints.0.relabelings.0.targetlabel", "x", "targetlabel"),
+        ("PrometheusRule", "groups.0.rules.0.form", "5m", "form"),
+    ],
+)
+def test_a_misspelt_field_or_a_wrong_value_of_a_custom_resource_is_found(
+    kind: str, place: str, value: Any, said: str
+) -> None:
+    document = one(rendered(HELMS[-1], "rayjob-cuda"), kind)
+    *path, last = place.split(".")
+    part = document["spec"]
+    for step in path:
+        part = part[int(step)] if step.isdigit() else part[step]
+    part[last] = value
+    assert any(said in fault for fault in faults(document, crd_schemas()))
+
+
+@pytest.mark.skipif(CRDS is None, reason="CRDS names no folder of the projects' own definitions to hold the file to")
+def test_the_schemas_in_this_repository_are_those_of_the_definitions() -> None:
+    assert CRDS is not None
+    assert SCHEMAS.read_text() == lines(reduced(CRDS)), "run `python -m tests.deploy.crds.reduce $CRDS`"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
