@@ -191,3 +191,24 @@ def test_a_digest_takes_the_place_of_the_tag() -> None:
     refused = templated("auditor", "auditor.image.digest=latest")
     assert refused.returncode != 0
     assert "digest" in refused.stderr
+
+
+def test_an_archive_in_s3_gets_its_credentials_from_a_secret_or_from_the_service_account() -> None:
+    key = {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": {"secretKeyRef": {"name": "s3", "key": "secret"}}}
+    account = {"annotations": {"example.com/role": "archive"}}
+    values = f"auditor.extraEnv={json.dumps([key])}", f"auditor.serviceAccount={json.dumps(account)}"
+    for shape in ("auditor", "auditor-postgres"):
+        documents = rendered(HELMS[-1], shape, *(word for value in values for word in ("--set-json", value)))
+        (container,) = one(documents, "StatefulSet")["spec"]["template"]["spec"]["containers"]
+        assert key in container["env"]
+        assert len(container["env"]) == (2 if shape == "auditor-postgres" else 1)
+        assert one(documents, "ServiceAccount")["metadata"]["annotations"] == {"example.com/role": "archive"}
+
+
+def test_a_drain_may_move_the_one_pod_unless_somebody_says_that_it_may_not() -> None:
+    for setting, allowed in ((), 1), (("--set", "auditor.podDisruptionBudget.maxUnavailable=0"), 0):
+        budget = one(rendered(HELMS[-1], "auditor", *setting), "PodDisruptionBudget")["spec"]
+        assert budget["maxUnavailable"] == allowed
+    refused = templated("auditor", "auditor.podDisruptionBudget.maxUnavailable=2")
+    assert refused.returncode != 0
+    assert "maxUnavailable" in refused.stderr
