@@ -11,6 +11,8 @@ NODE_IP=${NODE_IP:-127.0.0.1}
 GCS_PORT=${GCS_PORT:-6379}
 DASHBOARD_PORT=${DASHBOARD_PORT:-8265}
 METRICS_PORT=${METRICS_PORT:-8080}
+# Of the agent that starts jobs: a second cluster on this host needs another one.
+AGENT_PORT=${AGENT_PORT:-52365}
 TEMP_DIR=${TEMP_DIR:-/tmp/ray}
 export RAY_AUTH_MODE=token
 export RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
@@ -26,4 +28,4 @@ fi
 [ -n "${PROMETHEUS:-}" ] && export RAY_PROMETHEUS_HOST=$PROMETHEUS
 exec ray start --head --block --disable-usage-stats \
     --node-ip-address="$NODE_IP" --port="$GCS_PORT" --temp-dir="$TEMP_DIR" --metrics-export-port="$METRICS_PORT" \
-    --dashboard-host="$NODE_IP" --dashboard-port="$DASHBOARD_PORT" "$@"
+    --dashboard-host="$NODE_IP" --dashboard-port="$DASHBOARD_PORT" --dashboard-agent-listen-port="$AGENT_PORT" "$@"

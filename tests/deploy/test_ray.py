@@ -6,18 +6,23 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from deploy.tour.stack import free_ports, running, running_stack
+from deploy.grafana.render import expand
+from deploy.tour.stack import Stack, free_ports, running_stack
+from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.deploy.test_helm import CHART, HELMS, helm
+from tests.deploy.watched import label_values
+from tests.docs.commands import OPERATIONS, blocks, running_script, workplace
 from tests.models import write_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,146 +67,120 @@ def test_the_rayjob_manifests_are_the_charts(shape: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """A running head node. run: `ray …` with the token and the address of its jobs API."""
+class Walk:
+    """The commands of docs/operations/operate.md, run on a head node that still runs, and watched by Prometheus.
 
-    url: str
+    said: what the commands printed. span: Unix seconds from before to after them.
+    """
+
     folder: Path
     environment: dict[str, str]
+    said: str
+    stack: Stack
+    span: tuple[float, float]
 
-    def run(self, *arguments: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+    def ray(self, *arguments: str, **other: str) -> subprocess.CompletedProcess[str]:
+        """`ray …` with the token and the address of its jobs API. other: changes to the environment."""
         return subprocess.run(
             [BIN / "ray", *arguments],
-            env=self.environment, capture_output=True, text=True, timeout=seconds, check=False,
+            env={**self.environment, **other}, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
+
+    def series(self, expression: str) -> list[dict[str, Any]]:
+        """What a panel over the whole walk shows."""
+        return self.stack.query_range(expression, *self.span, 1)
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
     pytest.importorskip("ray", reason="ray is missing")
-    # Ray's sockets live in this folder, and their paths must be short.
-    folder = tmp_path_factory.mktemp("head")
+    if not shutil.which("prometheus"):
+        pytest.skip("prometheus is missing: make ops-tools")
+    folder = workplace(tmp_path_factory.mktemp("walk"))
     # Outside of the range that Ray keeps for its workers.
-    gcs, dashboard, metrics = [port for port in free_ports(40) if not 10002 <= port <= 19999][:3]
-    environment = {
-        **os.environ,
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "GCS_PORT": str(gcs),
-        "DASHBOARD_PORT": str(dashboard),
-        "METRICS_PORT": str(metrics),
-        "TEMP_DIR": str(folder / "ray"),
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
-        "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
-        # Ray asks this interface; tests must not sample every ten seconds.
-        "RAY_metrics_report_interval_ms": "1000",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    gcs, dashboard, metrics, agent = [port for port in free_ports(40) if not 10002 <= port <= 19999][:4]
+    with ExitStack() as parts:
+        # Ray's sockets live there, and their paths must be short.
+        short = parts.enter_context(tempfile.TemporaryDirectory(prefix="rd"))
+        environment = {
+            "GCS_PORT": str(gcs),
+            "METRICS_PORT": str(metrics),
+            "DASHBOARD_PORT": str(dashboard),
+            "AGENT_PORT": str(agent),
+            "TEMP_DIR": f"{short}/ray",
+            "RAY_AUTH_TOKEN_PATH": f"{short}/token",
+            # Ray asks this interface; tests must not sample every ten seconds.
+            "RAY_metrics_report_interval_ms": "1000",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
+        auditor = parts.enter_context(running_auditor(folder / "auditor-data"))
+        targets = Path(short) / "ray" / "prom_metrics_service_discovery.json"
+        stack = parts.enter_context(running_stack(folder / "stack", {"auditor": [auditor.http]}, {"ray": targets}))
+        tiny_demo(folder, auditor)
+        code = "".join(block.code for page in OPERATIONS for block in blocks(page) if block.need == "ray")
+        code = code.replace(":8265", f":{dashboard}")
+        began = time.time()
+        said = parts.enter_context(running_script(code, folder, environment)).finish(300)
+        user = {**os.environ, **environment, "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}", "RAY_AUTH_MODE": "token"}
+        yield Walk(folder, user, said, stack, (began, time.time()))
+
+
+def tiny_demo(folder: Path, auditor: AuditorProcess) -> None:
+    """The demo's config, on a tiny model, with an auditor that runs already."""
+    (folder / "deploy/configs").unlink()
+    (folder / "deploy/configs").mkdir()
+    tree = {
+        "run": {"steps": 4, "directory": str(folder / "runs")},
+        "model": {"path": str(write_tiny_model(folder / "model"))},
+        "task": {"name": "tokens", "prompts_per_step": 2, "samples_per_prompt": 2},
+        "rollout": {"max_new_tokens": 16, "max_model_len": 64, "kv_cache_mb": 16},
+        "weights": {"directory": str(folder / "weights")},
+        "auditor": {"grpc": auditor.grpc, "http": f"http://{auditor.http}"},
     }
-    script = [
-        "env",
-        "-u",
-        "RAY_ADDRESS",
-        str(FOLDER / "start-head.sh"),
-        "--num-cpus=2",
-        "--object-store-memory=104857600",
-    ]
-    command = ["env", *(f"{key}={environment[key]}" for key in environment if key not in os.environ or key == "PATH")]
-    with running(folder, {"head": [*command, *script]}) as check:
-        wait_for_jobs_api(environment["RAY_ADDRESS"], check)
-        head = Head(environment["RAY_ADDRESS"], folder, environment)
-        # The API answers before the node's agent, which starts the jobs, has come.
-        for _ in range(30):
-            tried = head.run("job", "submit", "--", "true")
-            if tried.returncode == 0:
-                break
-            assert "No available agent" in tried.stdout + tried.stderr, tried.stderr
-            time.sleep(2)
-        yield head
-
-
-def wait_for_jobs_api(url: str, check: Callable[[], None]) -> None:
-    for _ in range(600):
-        check()
-        try:
-            urllib.request.urlopen(f"{url}/api/version", timeout=5).close()
-        except urllib.error.HTTPError:
-            return  # it answers, if only to ask for the token
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError(f"{url} does not answer")
+    (folder / "deploy/configs/demo.yaml").write_text(yaml.safe_dump(tree))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_submit_status_logs_and_metrics_as_rays_users_expect_them(head: Head, tmp_path: Path) -> None:
-    config = tmp_path / "job.yaml"
-    tree = {
-        "run": {"steps": 3, "directory": str(tmp_path / "runs")},
-        "model": {"path": str(write_tiny_model(tmp_path / "model"))},
-        "task": {"name": "tokens", "prompts_per_step": 2, "samples_per_prompt": 2},
-        "rollout": {"max_new_tokens": 4, "max_model_len": 64, "kv_cache_mb": 16},
-    }
-    config.write_text(yaml.safe_dump(tree))
-    entry = ["--", "python", "-m", "services.main", "--config", str(config)]
-    submitted = head.run(
-        "job", "submit", "--submission-id", "walk", "--no-wait", "--working-dir", str(tmp_path), *entry
-    )
-    assert submitted.returncode == 0, submitted.stderr
-    targets = head.folder / "ray" / "prom_metrics_service_discovery.json"
-    addresses = [target for group in json.loads(targets.read_text()) for target in group["targets"]]
-    seen: set[str] = set()
-    deadline = time.monotonic() + 480
-    while (status := head.run("job", "status", "walk").stdout) and not re.search("succeeded|failed|stopped", status):
-        assert time.monotonic() < deadline, head.run("job", "logs", "walk").stdout
-        for _ in range(10):
-            seen |= metric_names(addresses)
-            time.sleep(0.5)
-    logs = head.run("job", "logs", "walk").stdout
-    assert "succeeded" in status, logs
-    assert "12 match" in logs
-    assert "walk" in head.run("job", "list").stdout
+def test_submit_status_logs_and_metrics_are_as_rays_users_expect_them(walk: Walk) -> None:
+    submitted, status = walk.said.find("Job 'first' succeeded"), walk.said.rfind("Job 'first' succeeded")
+    assert 0 <= submitted < status, walk.said
+    # Once while it runs and once from its log.
+    assert walk.said.count("16 match") == 2, walk.said
+    assert "first" in walk.ray("job", "list").stdout
+    names = {one["metric"]["__name__"] for one in walk.series('{__name__=~"ray_rl_.*"}')}
     expected = {"ray_rl_step", "ray_rl_reward", "ray_rl_step_seconds", "ray_rl_response_tokens_total"}
-    assert expected | {"ray_rl_weight_version", "ray_rl_audit_records"} <= seen
-
-
-def metric_names(addresses: list[str]) -> set[str]:
-    names: set[str] = set()
-    for address in addresses:
-        try:
-            with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
-                names |= set(re.findall(r"^(ray_rl_\w+)", answer.read().decode(), re.MULTILINE))
-        except OSError:
-            continue
-    return names
+    assert names >= expected | {"ray_rl_weight_version", "ray_rl_audit_records"}
+    assert walk.series("ray_node_cpu_count")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_job_that_fails_exits_with_an_error_and_its_reason_is_the_last_line(head: Head, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.yaml"
-    bad.write_text("run: {stepz: 3}\n")
-    done = head.run("job", "submit", "--", "python", "-m", "services.main", "--config", str(bad))
+def test_every_panel_and_variable_of_the_jobs_dashboard_has_something_to_show_for_it(walk: Walk) -> None:
+    dashboard = json.loads((REPOSITORY / "deploy/grafana/dashboards/rl_job.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    assert [e for e in asked if not walk.series(expand(e, {}, "5s"))] == []
+    variables = {each["name"]: each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"}
+    (session,) = label_values(walk.stack, variables["SessionName"], Cluster="local")
+    assert session.startswith("session_")
+    assert label_values(walk.stack, variables["SessionName"], Cluster="elsewhere") == set()
+    assert label_values(walk.stack, variables["Cluster"]) == {"local"}
+    assert len(label_values(walk.stack, variables["run"], Cluster="local")) == 1
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_exits_with_an_error_and_its_reason_is_the_last_line(walk: Walk, tmp_path: Path) -> None:
+    """From a folder that is sent along, with the token in the environment."""
+    (tmp_path / "bad.yaml").write_text("run: {stepz: 3}\n")
+    token = (Path(walk.environment["RAY_AUTH_TOKEN_PATH"])).read_text().strip()
+    command = ["job", "submit", "--working-dir", str(tmp_path), "--", "python", "-m", "services.main"]
+    done = walk.ray(*command, "--config", "bad.yaml", RAY_AUTH_TOKEN=token, RAY_AUTH_TOKEN_PATH=str(tmp_path / "none"))
     assert done.returncode != 0
     assert "run.stepz" in done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_without_the_token_nobody_submits(head: Head, tmp_path: Path) -> None:
+def test_without_the_token_nobody_submits(walk: Walk, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("00" * 32)
-    stranger = {**head.environment, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
-    refused = subprocess.run(
-        [BIN / "ray", "job", "submit", "--", "true"], env=stranger, capture_output=True, text=True, check=False
-    )
+    refused = walk.ray("job", "submit", "--", "true", RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"))
     assert refused.returncode != 0
     assert re.search("401|403|[Aa]uth|token", refused.stdout + refused.stderr)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is missing: make ops-tools")
-def test_a_real_prometheus_reads_the_nodes_that_ray_writes_down(head: Head, tmp_path: Path) -> None:
-    targets = json.loads((head.folder / "ray" / "prom_metrics_service_discovery.json").read_text())
-    with running_stack(tmp_path, {"ray": [target for group in targets for target in group["targets"]]}) as stack:
-        deadline = time.monotonic() + 60
-        while not stack.query("ray_node_cpu_count"):
-            assert time.monotonic() < deadline
-            time.sleep(0.5)

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,27 +62,47 @@ def run_script(code: str, folder: Path, environment: Mapping[str, str] | None = 
 
     What the script leaves running in the background is ended, first by SIGTERM.
     """
+    with running_script(code, folder, environment) as script:
+        return script.finish(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script that runs; what it prints goes to `output`."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def finish(self, seconds: float) -> str:
+        """What it printed, when its last line is done."""
+        status = self.process.wait(seconds)
+        said = self.output.read_text(errors="replace")
+        assert status == 0, said[-4000:]
+        return said
+
+
+@contextmanager
+def running_script(code: str, folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[Script]:
+    """The lines as one script; with the block ends it too, and what it left running in the background."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with (folder / "output").open("w+") as output:
+    with (folder / "output").open("w") as output:
         process = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", code],
             cwd=folder, env={**os.environ, "PATH": path, **(environment or {})}, stdout=output, stderr=output,
             start_new_session=True,
         )  # fmt: skip
-        try:
-            status = process.wait(seconds)
-        finally:
-            _end_group(process.pid)
-        said = (folder / "output").read_text(errors="replace")
-    assert status == 0, said[-4000:]
-    return said
+    try:
+        yield Script(process, folder / "output")
+    finally:
+        _end_group(process)
 
 
-def _end_group(group: int) -> None:
-    for number, tries in ((signal.SIGTERM, 100), (signal.SIGKILL, 20)):
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for number, tries in ((signal.SIGTERM, 400), (signal.SIGKILL, 80)):
         for _ in range(tries):
+            process.poll()  # else its own remains are the group's last member
             try:
-                os.killpg(group, number if _ == 0 else 0)
+                os.killpg(process.pid, number if _ == 0 else 0)
             except ProcessLookupError:
                 return
-            time.sleep(0.2)
+            time.sleep(0.05)

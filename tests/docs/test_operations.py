@@ -3,12 +3,10 @@
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-import yaml
 
 from auditor.client import AuditClient
 from deploy.tour.stack import free_ports, running_stack
@@ -16,7 +14,6 @@ from tests.auditor.postgres_server import PostgresServer
 from tests.auditor.processes import running_auditor
 from tests.auditor.samples import pair
 from tests.docs.commands import OPERATIONS, REPOSITORY, blocks, nobody_runs, run_script, workplace
-from tests.models import write_tiny_model
 
 TOOLS = ("curl", "promtool", "amtool")
 
@@ -64,33 +61,6 @@ def with_postgresql(code: str, folder: Path) -> None:
         server.close()
 
 
-def with_ray(code: str, folder: Path) -> None:
-    """A head of its own, and the demo on the tiny model."""
-    pytest.importorskip("ray", reason="ray is missing")
-    gcs, dashboard, metrics = [port for port in free_ports(40) if not 10002 <= port <= 19999][:3]
-    workplace(folder)
-    (folder / "deploy/configs").unlink()
-    (folder / "deploy/configs").mkdir()
-    tree = {
-        "run": {"steps": 1, "directory": str(folder / "runs")},
-        "model": {"path": str(write_tiny_model(folder / "model"))},
-        "task": {"name": "tokens", "prompts_per_step": 2, "samples_per_prompt": 2},
-        "rollout": {"max_new_tokens": 4, "max_model_len": 64, "kv_cache_mb": 16},
-    }
-    (folder / "deploy/configs/demo.yaml").write_text(yaml.safe_dump(tree))
-    with tempfile.TemporaryDirectory(prefix="rd") as short:  # the paths of Ray's sockets must be short
-        environment = {
-            "GCS_PORT": str(gcs),
-            "METRICS_PORT": str(metrics),
-            "DASHBOARD_PORT": str(dashboard),
-            "TEMP_DIR": f"{short}/ray",
-            "RAY_AUTH_TOKEN_PATH": f"{short}/token",
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        }
-        said = run_script(moved(code, {8265: dashboard}), folder, environment, seconds=300)
-    assert "4 match" in said, said[-4000:]
-
-
 def with_a_client_only(code: str, folder: Path) -> None:
     """There is no cluster here: kubectl and helm read the commands, and nothing is sent."""
     kubectl, helm = (REPOSITORY / "build/tools/helm-3" / name for name in ("kubectl", "helm"))
@@ -113,10 +83,10 @@ def with_a_client_only(code: str, folder: Path) -> None:
 RUNNERS: dict[str, Callable[[str, Path], None]] = {
     "prometheus": with_prometheus,
     "postgresql": with_postgresql,
-    "ray": with_ray,
     "cluster": with_a_client_only,
 }
 SOAKED = {"network", "docker"}  # tests/docs/test_images_and_compose.py
+WALKED = {"ray"}  # tests/deploy/test_ray.py
 BLOCKS = [block for page in OPERATIONS for block in blocks(page)]
 
 
@@ -137,7 +107,7 @@ def test_the_commands_that_need_something_run_with_it(need: str, tmp_path: Path)
 
 @pytest.mark.parametrize("page", OPERATIONS, ids=lambda page: str(page.stem))
 def test_there_is_no_command_that_nobody_runs(page: Path) -> None:
-    assert nobody_runs(page, {"", *RUNNERS, *SOAKED}) == []
+    assert nobody_runs(page, {"", *RUNNERS, *SOAKED, *WALKED}) == []
 
 
 @pytest.mark.parametrize(
@@ -147,7 +117,7 @@ def test_there_is_no_command_that_nobody_runs(page: Path) -> None:
 )
 def test_a_command_that_nobody_runs_would_be_found(mutant: str) -> None:
     page = OPERATIONS[0]
-    assert nobody_runs(page, {"", *RUNNERS, *SOAKED}, page.read_text() + "\n" + mutant)
+    assert nobody_runs(page, {"", *RUNNERS, *SOAKED, *WALKED}, page.read_text() + "\n" + mutant)
 
 
 def test_a_command_that_is_added_is_run_and_fails_where_it_is_wrong(tmp_path: Path) -> None:
