@@ -1,6 +1,7 @@
 """Strict ops: one folder an op, one table of backends a folder. `strict_plan` chooses one backend for each."""
 
 import importlib
+import platform
 
 from rl_kernel.contract import ModelContract
 from rl_kernel.errors import PlanError
@@ -44,6 +45,16 @@ def usable_device(contract: ModelContract) -> str:
             f"MMA model {contract.profile.mma} is a GPU's, and this process sees none; profile portable runs on any CPU"
         )
     return device
+
+
+def arch_of(device: str) -> str:
+    """What an engine's environment says of this process's `device`: `cpu-x86_64`, `cuda-sm90`."""
+    if device == "cpu":
+        return f"cpu-{platform.machine()}"
+    import torch  # noqa: PLC0415  as above
+
+    major, minor = torch.cuda.get_device_capability()
+    return f"{device}-sm{major}{minor}"
 
 
 def strict_plan(contract: ModelContract, device: str = "cpu") -> Plan:

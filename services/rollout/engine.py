@@ -16,11 +16,11 @@ import numpy as np
 from rl_kernel.compare import compare_bits
 from rl_kernel.contract import ModelContract
 from rl_kernel.contracts import model_contract
-from rl_kernel.environment import arch_of, read_environment
+from rl_kernel.environment import read_environment
 from rl_kernel.errors import EvidenceError, ModelError, ShapeError, WeightDigestError
 from rl_kernel.integrations import vllm as strict_vllm
 from rl_kernel.integrations.evidence import Evidence
-from rl_kernel.ops import usable_device
+from rl_kernel.ops import arch_of, usable_device
 from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.weights import weight_digest

@@ -16,7 +16,7 @@ import torch
 from rl_kernel.compare import compare_bits
 from rl_kernel.contract import ModelContract
 from rl_kernel.contracts import model_contract
-from rl_kernel.environment import arch_of, read_environment
+from rl_kernel.environment import read_environment
 from rl_kernel.errors import EvidenceError, ModelError
 from rl_kernel.integrations.evidence import Evidence
 from rl_kernel.integrations.megatron.model import StrictModel
@@ -24,7 +24,7 @@ from rl_kernel.integrations.megatron.native import NativeModel
 from rl_kernel.integrations.megatron.packing import Tokens, micro_batches, pack
 from rl_kernel.integrations.megatron.parallel import join_tensor_parallel
 from rl_kernel.integrations.megatron.weights import bf16_bits, own_digest, pieces
-from rl_kernel.ops import strict_plan, usable_device
+from rl_kernel.ops import arch_of, strict_plan, usable_device
 from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.weights import digest_tensors
