@@ -1,10 +1,10 @@
 """`python -m auditor.replay CAPSULE --weights-root DIR`: which op of which side left the contract, and what removes it.
 
-Each side whose reported values differ from the reference is run again on the ops of our engines (`strict`, `native`),
-call by call beside the reference; those that give the reported bits are believed, or else those that come nearest.
-`--rollout-ops` and `--trainer-ops` name the ops instead: `strict`, `native`, `none`, or MODULE:NAME of a foreign
-engine's stand-in: a function that takes the reference (`rl_kernel.reference.ops.Reference`) and returns an object with
-its op methods, or a subclass of it.
+Each side whose reported values differ from the reference is run again on the ops of our engines, call by call beside
+the reference: `strict`, `native` (Megatron-core's), `native-vllm` and `native-vllm-alone` (with no sequence beside
+it). Those that give the reported bits are believed, or else those that come nearest. `--rollout-ops` and `--trainer-
+ops` name the ops instead: one of these, `none`, or MODULE:NAME of a foreign engine's stand-in: a function that takes
+the reference (`rl_kernel.reference.ops.Reference`) and returns an object with its op methods, or a subclass of it.
 
 Exit code 0 where every replayed side agrees with the reference, 1 where one differs, 2 where it cannot be replayed.
 """
@@ -22,7 +22,7 @@ from auditor.object_store import StoreAccess
 from auditor.recompute_worker import Models, temperature_of
 from auditor.records import Record
 from auditor.replay.engines import OURS, load_ops
-from auditor.replay.report import Question, Replayed, lines, replay
+from auditor.replay.report import Match, Question, Replayed, lines, match, replay
 from auditor.weights_place import WeightsPlace
 from rl_kernel.compare import compare_bits
 from rl_kernel.errors import RlKernelError
@@ -71,26 +71,26 @@ def _side(capsule: Capsule, models: Models, record: Record, ops: str, out: Path 
 
 def _nearest(question: Question, record: Record) -> tuple[str, Replayed]:
     """Of our engines' ops those that give the reported bits or come nearest; ConfigError where none runs here."""
-    found: dict[str, Replayed] = {}
+    found: dict[str, Match] = {}
     refused: list[str] = []
     for name in OURS:
         try:
-            found[name] = _replay(question, record, name)
+            found[name] = match(question, record, load_ops(name, question.decoder, question.prompt_len))
         except ConfigError as error:
             refused.append(str(error))
             continue
-        if found[name].reproduced:
+        if found[name].unlike == 0:
             break
     for reason in refused:
         print(f"{record.side}: {reason}")
     if not found:
         raise ConfigError("none of our engines' ops runs here; name ops with --rollout-ops and --trainer-ops")
-    name = min(found, key=lambda each: (not found[each].reproduced, found[each].distance))
-    return name, found[name]
+    name = min(found, key=lambda each: (found[each].unlike > 0, found[each].distance))
+    return name, _replay(question, record, name)
 
 
 def _replay(question: Question, record: Record, name: str) -> Replayed:
-    return replay(question, record, load_ops(name, question.decoder))
+    return replay(question, record, load_ops(name, question.decoder, question.prompt_len))
 
 
 if __name__ == "__main__":

@@ -13,22 +13,24 @@ from rl_kernel.errors import PlanError
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Reference
 
-# What our engines run: under a contract, and without one.
+# What our engines run: under a contract, and without one (Megatron-core, vLLM).
 OURS: Final[Mapping[str, str]] = {
-    "strict": "rl_kernel.integrations.replay:StrictOps.under",
-    "native": "rl_kernel.integrations.replay:NativeOps.beside",
+    "strict": "rl_kernel.integrations.replay:strict",
+    "native": "rl_kernel.integrations.replay:native",
+    "native-vllm": "rl_kernel.integrations.replay_vllm:together",
+    "native-vllm-alone": "rl_kernel.integrations.replay_vllm:alone",
 }
 
 
-def load_ops(name: str, decoder: Decoder) -> Callable[[], Any]:
-    """What makes the ops called `strict`, `native` or MODULE:NAME; ConfigError where they are not to be had here."""
+def load_ops(name: str, decoder: Decoder, prompt_len: int) -> Callable[[], Any]:
+    """What makes the ops called by a name of `OURS` or MODULE:NAME; ConfigError where they are not to be had here."""
     if name in OURS:
         factory = _attribute(OURS[name], name)
         try:
-            factory(decoder.contract)
-        except PlanError as error:
+            factory(decoder, prompt_len)
+        except (ImportError, PlanError) as error:
             raise ConfigError(f"the {name} ops do not run here: {error}") from None
-        return lambda: factory(decoder.contract)
+        return lambda: factory(decoder, prompt_len)
     plug = _attribute(name, name)
     if isinstance(plug, type) and issubclass(plug, Reference):
         settings = {field.name: getattr(decoder.reference, field.name) for field in fields(Reference)}

@@ -53,6 +53,20 @@ class Question:
         return run(self.decoder, ops, self.tokens, self.prompt_len, self.temperature)
 
 
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How near ops come to what a side reported: values that they do not give bit by bit, and the mean |Δ|."""
+
+    unlike: int
+    distance: float
+
+
+def match(question: Question, record: Record, make_ops: Callable[[], object]) -> Match:
+    """Run a side's ops once, to see whether they are the ones to look at."""
+    found, _ = question.run(make_ops())
+    return Match(compare_bits(found, record.logprobs).differing, _distance(found, record.logprobs))
+
+
 def replay(question: Question, record: Record, make_ops: Callable[[], object]) -> Replayed:
     """Run the reference and a side's ops, find the first op that differs, then swap one op after the other.
 

@@ -1,7 +1,8 @@
 """The ops that our engines run, in the shape of the reference: NumPy arrays in, NumPy arrays out, one sequence a call.
 
 `auditor.replay` runs a frozen sample on them, call by call beside the reference. `strict` is what both engines run
-under a contract; `native` is what a stock Megatron-core model (local spec, bf16, CPU) runs, with torch's own kernels.
+under a contract; `native` is what a stock Megatron-core model (local spec, bf16, CPU) runs, with torch's own kernels;
+what a stock vLLM runs is in `replay_vllm`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from rl_kernel.contract import ModelContract
 from rl_kernel.ops import strict_plan
+from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I32, I64, Bits, Reference
 
 _MASKED: Final = -10000.0  # Megatron's score of a key that is not seen
@@ -33,7 +35,7 @@ class StrictOps(Reference):
         """PlanError where this machine's CPU serves the contract in some op not at all."""
         plan = strict_plan(contract, "cpu")
         names = ("gemm", "rms_norm", "rope", "attention", "residual_add", "swiglu", "linear_logp", "logp_from_logits")
-        ops = cls(**_settings(Reference.of(contract)))
+        ops = cls(**settings_of(Reference.of(contract)))
         owners = {"logp_from_logits": "linear_logp"}
         functions = {name: plan.resolve(owners.get(name, name)).function(name) for name in names}
         object.__setattr__(ops, "_functions", functions)
@@ -41,45 +43,45 @@ class StrictOps(Reference):
 
     def gemm(self, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
         """x[M,K], w[N,K] → bf16 [M,N]."""
-        return _bits(self._functions["gemm"](_bf16(x), _bf16(w), segments=segments))
+        return as_bits(self._functions["gemm"](as_bf16(x), as_bf16(w), segments=segments))
 
     def gemm_fp32(self, x: Bits, w: Bits, *, segments: int = 1) -> F32:
         """x[M,K], w[N,K] → fp32 [M,N]."""
-        return _floats(self._functions["gemm"](_bf16(x), _bf16(w), segments=segments, out_dtype=torch.float32))
+        return as_floats(self._functions["gemm"](as_bf16(x), as_bf16(w), segments=segments, out_dtype=torch.float32))
 
     def rms_norm(self, x: Bits, w: Bits, eps: float) -> Bits:
         """x[…,n], w[n] → y[…,n]."""
-        return _bits(self._functions["rms_norm"](_bf16(x), _bf16(w), eps))
+        return as_bits(self._functions["rms_norm"](as_bf16(x), as_bf16(w), eps))
 
     def residual_add(self, a: Bits, b: Bits) -> Bits:
         """bf16 sum of two arrays of one shape."""
-        return _bits(self._functions["residual_add"](_bf16(a), _bf16(b)))
+        return as_bits(self._functions["residual_add"](as_bf16(a), as_bf16(b)))
 
     def rope(self, x: Bits, cos: F32, sin: F32, positions: I64, *, inverse: bool = False) -> Bits:
         """x[T,H,D], cos and sin[P,D/2], positions[T] → x rotated."""
         assert not inverse, "a replay has no gradients"
-        return _bits(self._functions["rope"](_bf16(x), _plain(cos), _plain(sin), _plain(positions)))
+        return as_bits(self._functions["rope"](as_bf16(x), as_tensor(cos), as_tensor(sin), as_tensor(positions)))
 
     def swiglu(self, x: Bits) -> Bits:
         """x[T,2I] = gate, up → y[T,I]."""
-        return _bits(self._functions["swiglu"](_bf16(x)))
+        return as_bits(self._functions["swiglu"](as_bf16(x)))
 
     def attention(self, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> tuple[Bits, F32, F32]:
         """q[T,H,D], k and v[T',G,D], offsets[R+1] → out[T,H,D], running maximum and row sum [T,H]."""
-        out, m, l = self._functions["attention"](_bf16(q), _bf16(k), _bf16(v), _plain(cu_q), _plain(cu_k))
-        return _bits(out), _floats(m), _floats(l)
+        out, m, l = self._functions["attention"](as_bf16(q), as_bf16(k), as_bf16(v), as_tensor(cu_q), as_tensor(cu_k))
+        return as_bits(out), as_floats(m), as_floats(l)
 
     def linear_logp(self, h: Bits, w: Bits, target: I64, *, temperature: float, vocab: int) -> tuple[F32, F32]:
         """h[T,K], w[V,K], target[T] → logp[T], lse[T]."""
-        head, ids = _bf16(w), _plain(target)
-        logp, lse = self._functions["linear_logp"](_bf16(h), head, ids, temperature=temperature, vocab=vocab)
-        return _floats(logp), _floats(lse)
+        head, ids = as_bf16(w), as_tensor(target)
+        logp, lse = self._functions["linear_logp"](as_bf16(h), head, ids, temperature=temperature, vocab=vocab)
+        return as_floats(logp), as_floats(lse)
 
     def logp_from_logits(self, logits: F32, ids: I64, temperature: F32, *, vocab: int) -> tuple[F32, F32]:
         """logits[T,V], ids[T,J], temperature[T] → logp[T,J], lse[T]."""
         function = self._functions["logp_from_logits"]
-        logp, lse = function(_plain(logits), _plain(ids), _plain(temperature), vocab=vocab)
-        return _floats(logp), _floats(lse)
+        logp, lse = function(as_tensor(logits), as_tensor(ids), as_tensor(temperature), vocab=vocab)
+        return as_floats(logp), as_floats(lse)
 
 
 class NativeOps(Reference):
@@ -87,48 +89,43 @@ class NativeOps(Reference):
 
     __slots__ = ()
 
-    @classmethod
-    def beside(cls, contract: ModelContract) -> "NativeOps":
-        """For models of any contract: it asks nothing of it."""
-        return cls(**_settings(Reference.of(contract)))
-
     def gemm(self, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
         """As ColumnParallelLinear and RowParallelLinear on one rank; x[M,K], w[N,K] → bf16 [M,N]."""
-        return _bits(torch.matmul(_bf16(x).unsqueeze(1), _bf16(w).t()).squeeze(1))
+        return as_bits(torch.matmul(as_bf16(x).unsqueeze(1), as_bf16(w).t()).squeeze(1))
 
     def gemm_fp32(self, x: Bits, w: Bits, *, segments: int = 1) -> F32:
         """The output layer: bf16 logits, widened."""
-        return _floats(torch.matmul(_bf16(x).unsqueeze(1), _bf16(w).t()).squeeze(1).float())
+        return as_floats(torch.matmul(as_bf16(x).unsqueeze(1), as_bf16(w).t()).squeeze(1).float())
 
     def rms_norm(self, x: Bits, w: Bits, eps: float) -> Bits:
         """As torch.nn.RMSNorm."""
-        return _bits(F.rms_norm(_bf16(x), (w.shape[0],), _bf16(w), eps))
+        return as_bits(F.rms_norm(as_bf16(x), (w.shape[0],), as_bf16(w), eps))
 
     def residual_add(self, a: Bits, b: Bits) -> Bits:
         """As bias_dropout_add without bias and dropout."""
-        return _bits(_bf16(b) + _bf16(a))
+        return as_bits(as_bf16(b) + as_bf16(a))
 
     def rope(self, x: Bits, cos: F32, sin: F32, positions: I64, *, inverse: bool = False) -> Bits:
         """As apply_rotary_pos_emb without fusion: cosine and sine rounded to bf16, products and sum in bf16."""
         assert not inverse, "a replay has no gradients"
-        t = _bf16(x)
+        t = as_bf16(x)
         cos_, sin_ = (
-            torch.cat([a, a], -1)[:, None].to(t.dtype) for a in (_plain(cos[positions]), _plain(sin[positions]))
+            torch.cat([a, a], -1)[:, None].to(t.dtype) for a in (as_tensor(cos[positions]), as_tensor(sin[positions]))
         )
         first, second = t.chunk(2, -1)
-        return _bits(t * cos_ + torch.cat((-second, first), -1) * sin_)
+        return as_bits(t * cos_ + torch.cat((-second, first), -1) * sin_)
 
     def swiglu(self, x: Bits) -> Bits:
         """As MLP with silu and a gated linear unit."""
-        gate, up = _bf16(x).chunk(2, -1)
-        return _bits(F.silu(gate) * up)
+        gate, up = as_bf16(x).chunk(2, -1)
+        return as_bits(F.silu(gate) * up)
 
     def attention(self, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> tuple[Bits, F32, F32]:
         """As DotProductAttention with a softmax in fp32, on one sequence; it has no row sums to give."""
         assert len(cu_q) == 2, "one sequence a call"
-        query = _bf16(q).transpose(0, 1)
+        query = as_bf16(q).transpose(0, 1)
         shared = q.shape[1] // k.shape[1]
-        key, value = (_bf16(a).repeat_interleave(shared, dim=1).transpose(0, 1) for a in (k, v))
+        key, value = (as_bf16(a).repeat_interleave(shared, dim=1).transpose(0, 1) for a in (k, v))
         tokens = q.shape[0]
         scores = torch.baddbmm(
             torch.empty(q.shape[1], tokens, tokens, dtype=torch.bfloat16),
@@ -138,39 +135,54 @@ class NativeOps(Reference):
         probabilities = torch.softmax(scores.masked_fill(unseen, _MASKED), dim=-1).to(torch.bfloat16)
         out = torch.bmm(probabilities, value).transpose(0, 1).contiguous()
         empty = np.zeros(q.shape[:2], np.float32)
-        return _bits(out), empty, empty
+        return as_bits(out), empty, empty
 
     def linear_logp(self, h: Bits, w: Bits, target: I64, *, temperature: float, vocab: int) -> tuple[F32, F32]:
         """As the output layer in bf16 and torch's log_softmax in fp32."""
-        return self._read(_plain(self.gemm_fp32(h, w)), _plain(target).unsqueeze(1), temperature, vocab)
+        return self._read(as_tensor(self.gemm_fp32(h, w)), as_tensor(target).unsqueeze(1), temperature, vocab)
 
     def logp_from_logits(self, logits: F32, ids: I64, temperature: F32, *, vocab: int) -> tuple[F32, F32]:
         """logits[T,V], ids[T,J], temperature[T] → logp[T,J], lse[T]."""
-        return self._read(_plain(logits), _plain(ids), _plain(temperature).unsqueeze(1), vocab)
+        return self._read(as_tensor(logits), as_tensor(ids), as_tensor(temperature).unsqueeze(1), vocab)
 
     def _read(self, logits: Tensor, ids: Tensor, temperature: float | Tensor, vocab: int) -> tuple[F32, F32]:
         heated = logits[:, :vocab] / temperature
         values = torch.log_softmax(heated, dim=-1).gather(1, ids)
-        return _floats(values.squeeze(1)), _floats(torch.logsumexp(heated, -1))
+        return as_floats(values.squeeze(1)), as_floats(torch.logsumexp(heated, -1))
 
 
-def _settings(reference: Reference) -> dict[str, Any]:
+def strict(decoder: Decoder, prompt_len: int) -> StrictOps:
+    """What both engines run under the decoder's contract; PlanError where this machine's CPU does not serve it."""
+    return StrictOps.under(decoder.contract)
+
+
+def native(decoder: Decoder, prompt_len: int) -> NativeOps:
+    """What a stock Megatron-core runs, which reads a whole sequence at once."""
+    return NativeOps(**settings_of(decoder.reference))
+
+
+def settings_of(reference: Reference) -> dict[str, Any]:
+    """Fields of a reference, to make another kind of one from."""
     return {field.name: getattr(reference, field.name) for field in fields(Reference)}
 
 
-def _bf16(bits: Bits) -> Tensor:
+def as_bf16(bits: Bits) -> Tensor:
+    """A copy as a tensor of bf16."""
     return torch.from_numpy(np.array(bits).view(np.int16)).view(torch.bfloat16)
 
 
-def _plain(values: npt.NDArray[Any]) -> Tensor:
+def as_tensor(values: npt.NDArray[Any]) -> Tensor:
+    """A copy as a tensor of the same type."""
     return torch.from_numpy(np.array(values))
 
 
-def _bits(x: Tensor) -> Bits:
+def as_bits(x: Tensor) -> Bits:
+    """A bf16 tensor's bit patterns."""
     found: Bits = x.contiguous().view(torch.int16).numpy().view(np.uint16)
     return found
 
 
-def _floats(x: Tensor) -> F32:
+def as_floats(x: Tensor) -> F32:
+    """An fp32 tensor's values."""
     found: F32 = x.contiguous().numpy()
     return found

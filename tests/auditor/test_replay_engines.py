@@ -14,7 +14,7 @@ from auditor.errors import ConfigError
 from auditor.judge import judge_pair
 from auditor.records import RolloutRecord, TrainerRecord
 from auditor.replay.engines import load_ops
-from auditor.replay.report import Question, replay
+from auditor.replay.report import Question, match, replay
 from rl_kernel.contracts import model_contract
 from rl_kernel.reference.model import Decoder
 from tests.auditor.processes import REPOSITORY
@@ -39,6 +39,36 @@ def native(weights_root: Path) -> Iterator[np.ndarray]:
     packed = pack([Tokens(tokens[:8], tokens[8:])], vocab=LLAMA.vocab, max_position=LLAMA.max_position)
     yield model.logprobs(packed, 1.0).detach().numpy()
     leave_tensor_parallel()
+
+
+@pytest.mark.parametrize(("beside", "name"), [(3, "native-vllm"), (0, "native-vllm-alone")])
+def test_what_a_stock_vllm_reports_is_given_by_its_kernels_outside_of_it(
+    weights_root: Path, beside: int, name: str
+) -> None:
+    """Its engine generates, alone or beside others; the ops, called one by one, have its bits and find where it left."""
+    pytest.importorskip("vllm")
+    from services.rollout.engine import EngineOptions, RolloutEngine, Sampling
+
+    engine = RolloutEngine(weights_root / "v000001", EngineOptions(numerics="native"))
+    try:
+        prompts = [tuple(range(5 + 7 * i, 14 + 9 * i)) for i in range(1 + beside)]
+        (answer, *_) = engine.generate(prompts, [Sampling(1.0, seed=i, max_new_tokens=24) for i in range(len(prompts))])
+    finally:
+        engine.close()
+    tokens, prompt_len = np.array(prompts[0] + answer.tokens, np.int64), len(prompts[0])
+    decoder = Decoder.open(weights_root / "v000001", CONTRACT)
+    question = Question(decoder, tokens, prompt_len, 1.0)
+    reported = np.asarray(answer.logprobs, np.float32)
+    rollout, _ = true_pair(weights_root, "a")
+    record = replace(
+        rollout, tokens=tokens.astype(np.uint32), prompt_len=prompt_len, logprobs=reported, mask=np.ones(24, np.bool_)
+    )
+    found = replay(question, record, load_ops(name, decoder, prompt_len))
+    assert found.reproduced
+    assert found.differing > 20
+    assert found.call is not None
+    assert (found.call.op, found.call.name) == ("rope", "layers.0.rope")
+    assert match(question, record, load_ops("native", decoder, prompt_len)).unlike > 20, "Megatron's are others"
 
 
 def command(root: Path, folder: Path, rollout: RolloutRecord, trainer: TrainerRecord, *flags: str) -> tuple[int, str]:
@@ -70,7 +100,7 @@ def test_swapping_every_op_of_a_native_trainer_at_once_removes_the_difference(
     decoder = Decoder.open(weights_root / "v000001", CONTRACT)
     rollout, trainer = true_pair(weights_root, "a")
     question = Question(decoder, rollout.tokens.astype(np.int64), 8, 1.0)
-    found = replay(question, replace(trainer, logprobs=native), load_ops("native", decoder))
+    found = replay(question, replace(trainer, logprobs=native), load_ops("native", decoder, 8))
     assert found.reproduced
     assert found.call is not None
     assert 0 < found.differing <= 32
@@ -83,7 +113,7 @@ def test_our_strict_ops_give_the_bits_of_the_reference_and_find_no_op(weights_ro
     decoder = Decoder.open(weights_root / "v000001", CONTRACT)
     rollout, _ = true_pair(weights_root, "a")
     question = Question(decoder, rollout.tokens.astype(np.int64), 8, 1.0)
-    found = replay(question, rollout, load_ops("strict", decoder))
+    found = replay(question, rollout, load_ops("strict", decoder, 8))
     assert (found.unlike, found.differing, found.call) == (0, 0, None)
 
 
@@ -110,4 +140,4 @@ def test_the_nearest_ops_are_taken_where_none_reproduces_and_are_said_not_to_be_
 def test_a_contract_that_no_cpu_op_serves_is_one_line(weights_root: Path) -> None:
     decoder = Decoder.open(weights_root / "v000001", model_contract("sm90", segments=2))
     with pytest.raises(ConfigError, match="the strict ops do not run here: no backend serves"):
-        load_ops("strict", decoder)
+        load_ops("strict", decoder, 8)
