@@ -82,8 +82,13 @@ class Script:
 
 
 @contextmanager
-def running_script(code: str, folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[Script]:
-    """The lines as one script; with the block ends it too, and what it left running in the background."""
+def running_script(
+    code: str, folder: Path, environment: Mapping[str, str] | None = None, grace_s: float = 20.0
+) -> Iterator[Script]:
+    """The lines as one script; with the block ends it too, and what it left running in the background.
+
+    grace_s: between SIGTERM and SIGKILL.
+    """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
@@ -94,15 +99,17 @@ def running_script(code: str, folder: Path, environment: Mapping[str, str] | Non
     try:
         yield Script(process, folder / "output")
     finally:
-        _end_group(process)
+        _end_group(process, grace_s)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    for number, tries in ((signal.SIGTERM, 400), (signal.SIGKILL, 80)):
-        for _ in range(tries):
+def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    for number, seconds in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 4.0)):
+        sent, deadline = False, time.monotonic() + seconds
+        while time.monotonic() < deadline:
             process.poll()  # else its own remains are the group's last member
             try:
-                os.killpg(process.pid, number if _ == 0 else 0)
+                os.killpg(process.pid, 0 if sent else number)
             except ProcessLookupError:
                 return
+            sent = True
             time.sleep(0.05)
