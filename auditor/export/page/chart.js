@@ -46,7 +46,7 @@ export function chart({ title, points, ends, colour, log, format, open }) {
     s("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: toY(tick), y2: toY(tick) }),
     s("text", { x: LEFT - 6, y: toY(tick) + 4, "text-anchor": "end" }, scale.label(tick)),
   ]),
-  [x0, x1].map((x, index) => s("text", { x: toX(x), y: HEIGHT - 8, "text-anchor": index ? "end" : "start" }, `step ${ends[index]}`)),
+  [x0, x1].map((x, index) => s("text", { x: toX(x), y: HEIGHT - 8, "text-anchor": index ? "end" : "start" }, `step ${ends[index].toLocaleString("en")}`)),
   holes(points, toX),
   s("path", { class: `line ${colour}`, d: path(points, toX, toY) }),
   points.length <= 60 ? points.filter((p) => p.y !== null).map((p) => s("circle", { class: `dot ${colour}`, cx: toX(p.x), cy: toY(p.y), r: 2.5 })) : null,

@@ -32,10 +32,10 @@ export function table(caption, columns, rows, empty = "nothing") {
     h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, heads)), h("tbody", {}, body)));
 }
 
-/** A table of names and counts, the largest first. */
-export function counts(caption, byName, empty) {
+/** A table of names and counts, the largest first. heading: what the names are. */
+export function counts(caption, heading, byName, empty) {
   const rows = Object.entries(byName).sort((a, b) => b[1] - a[1]);
-  return table(caption, [["", (row) => row[0]], ["samples", (row) => whole(row[1]), true]], rows, empty);
+  return table(caption, [[heading, (row) => row[0]], ["samples", (row) => whole(row[1]), true]], rows, empty);
 }
 
 export const whole = (value) => value.toLocaleString("en");
@@ -45,6 +45,9 @@ export function difference(value) {
   if (value === null || value === undefined) return "–";
   return value === 0 ? "0" : value.toPrecision(3).replace(/\.?0+(e|$)/, "$1");
 }
+
+/** A log-probability with as many digits as tell every fp32 from its neighbours. */
+export const logprob = (value) => (value === null ? "not finite" : value.toPrecision(9));
 
 export const time = (seconds) => new Date(seconds * 1000).toISOString().replace("T", " ").slice(0, 19) + "Z";
 export const percent = (part, all) => (all ? `${((100 * part) / all).toPrecision(3).replace(/\.0+$/, "")} %` : "–");

@@ -67,11 +67,11 @@ function curves(id, points) {
 
 export function verdicts(totals) {
   return h("section", {}, h("h2", {}, "Verdicts"),
-    counts("Samples by verdict", totals.by_verdict, "no sample"),
-    counts("Not comparable, by the condition that failed", totals.by_condition, "none"),
-    counts("Mismatches by the side that is wrong", totals.by_side, "none"),
-    counts("Mismatches by suspected cause", totals.by_cause, "none"),
-    counts("Waiting for a side", totals.missing, "none"));
+    counts("Samples by verdict", "verdict", totals.by_verdict, "no sample"),
+    counts("Not comparable, by the condition that failed", "condition", totals.by_condition, "none"),
+    counts("Mismatches by the side that is wrong", "side", totals.by_side, "none"),
+    counts("Mismatches by suspected cause", "cause", totals.by_cause, "none"),
+    counts("Waiting for a side", "side", totals.missing, "none"));
 }
 
 export function statistics(totals) {
@@ -91,9 +91,11 @@ function coverage(totals) {
     table("A fault that both sides share is missed", [
       ["if it is on", (row) => (row[0] === "1" ? "every sample" : `1 in ${whole(Math.round(1 / row[0]))} samples`)], ["with probability", (row) => difference(row[1]), true],
     ], missed, "nothing was compared"),
-    totals.weight_versions ? h("p", {}, `Weight versions ${totals.weight_versions[0]} to ${totals.weight_versions[1]}.`) : null,
+    totals.weight_versions ? h("p", {}, versions(...totals.weight_versions)) : null,
   ];
 }
+
+const versions = (first, last) => (first === last ? `Weight version ${first}.` : `Weight versions ${first} to ${last}.`);
 
 function stepList(id, { steps, next }, first, mismatching) {
   const base = `#/run/${encodeURIComponent(id)}`;

@@ -2,7 +2,7 @@
 
 import { get, runPath } from "./api.js";
 import { saveButton } from "./capsules.js";
-import { difference, h, table, whole } from "./dom.js";
+import { difference, h, logprob, table, whole } from "./dom.js";
 import { verdictOf } from "./step.js";
 
 const CLASSES = [[0, "equal bits"], [1e-6, "up to 1e-6"], [1e-4, "up to 1e-4"], [1e-2, "up to 0.01"], [Infinity, "more"], [null, "NaN, infinite or missing"]];
@@ -87,7 +87,7 @@ function colour(token) {
 
 function describe(token) {
   if (token.prompt) return `prompt token ${token.index}, id ${token.id}`;
-  const side = (name) => (token.bits[name] ? `${name} ${token[name] ?? "not finite"} (${token.bits[name]})` : `${name} –`);
+  const side = (name) => (token.bits[name] ? `${name} ${logprob(token[name])} (${token.bits[name]})` : `${name} –`);
   return `response token ${token.at}, id ${token.id}${token.masked ? ", masked" : ""}: ${side("rollout")}, ${side("trainer")}, ${side("reference")}; ${token.differs ? `differs, |Δ| ${difference(token.far)}` : "equal bits"}`;
 }
 
@@ -107,13 +107,20 @@ function tokenViews(tokens, from, link) {
     h("h2", {}, "Log-probabilities"),
     h("div", { class: "wide" }, table("Response tokens", [
       ["#", (t) => String(t.at), true], ["id", (t) => String(t.id), true],
-      ["rollout", (t) => value(t, "rollout")], ["trainer", (t) => value(t, "trainer")], ["reference", (t) => value(t, "reference")],
+      ["rollout", (t) => value(t, "rollout"), true], ["trainer", (t) => value(t, "trainer"), true], ["reference", (t) => value(t, "reference"), true],
       ["trainer − rollout", (t) => (t.masked ? "masked" : h("span", { class: t.differs ? "bad" : null }, difference(t.delta))), true],
     ], response, "only the prompt is on this page")),
   ];
 }
 
-const value = (token, side) => h("span", { class: "mono" }, token.bits[side] ? `${token[side] ?? "not finite"} ${token.bits[side]}` : "–");
+/** A value and its bits; marked where they are not those of the reference. */
+function value(token, side) {
+  const bits = token.bits[side];
+  if (!bits) return "–";
+  const wrong = !token.masked && token.bits.reference && bits !== token.bits.reference;
+  return h("span", { class: wrong ? "mono bad" : "mono" }, logprob(token[side]), " ", h("span", { class: "bits" }, bits),
+    wrong ? h("span", { class: "unseen" }, " differs from the reference") : null);
+}
 
 /** A list with one stop for the Tab key; arrows move in it. */
 function strip(tokens, said, start) {
