@@ -7,6 +7,7 @@
     │   └── LimitError       a record or batch beyond a size limit
     ├── AuthError            a call without the token that is asked for
     │   └── ForbiddenError   a token that does not cover the run
+    ├── NoMethodError        a call of a method that there is not
     ├── RateError            more in too short a time; the same call may come again a little later
     ├── ArchiveError         retired evidence cannot be written away now; it stays in the ledger
     ├── LedgerError          the ledger cannot be written or read now; the same call may work later
@@ -27,6 +28,7 @@ __all__ = [
     "ForbiddenError",
     "LedgerError",
     "LimitError",
+    "NoMethodError",
     "NotFoundError",
     "RateError",
     "RecomputeError",
@@ -81,6 +83,12 @@ class ForbiddenError(AuthError):
     code = "forbidden_run"
 
 
+class NoMethodError(AuditorError):
+    """A gRPC call of a method that the service does not have."""
+
+    code = "no_method"
+
+
 class RateError(AuditorError):
     """More records, bytes or requests than one caller may send in the time. retry_after_s: when to try again."""
 
@@ -112,7 +120,8 @@ class ChainError(LedgerError):
 class RecomputeError(AuditorError):
     """The reference could not be run on a sample; the code says why."""
 
-    code = "recompute_failed"
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, code)
 
 
 class NotFoundError(AuditorError, LookupError):

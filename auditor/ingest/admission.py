@@ -31,10 +31,15 @@ class Admission:
         for run_id in () if grant.covers_all else _runs(batch):
             if not grant.covers(run_id):
                 raise ForbiddenError(f"the token of {grant.name!r} is for runs {', '.join(grant.runs)}, not {run_id!r}")
-        caller = f"the token of {grant.name!r}" if grant.name else _host(peer)
+        caller = caller_of(grant, peer)
         self.records.take(caller, len(batch.records))
         if self.size.limited:
             self.size.take(caller, batch.ByteSize())
+
+
+def caller_of(grant: Grant, peer: str) -> str:
+    """Whose rates and places a call takes. peer: as gRPC names it."""
+    return f"the token of {grant.name!r}" if grant.name else _host(peer)
 
 
 def _host(peer: str) -> str:

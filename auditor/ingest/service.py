@@ -1,38 +1,51 @@
-"""The gRPC service: one call, one durable batch, one receipt a record."""
+"""The gRPC service: one call, one durable batch, one receipt a record.
+
+Messages are read as bytes and parsed here, so that what is no message is refused with a code and counted, as anything
+else that is refused, and so that a call whose message does not come is ended before it costs another call its thread.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
-from auditor.errors import ConfigError
+from auditor.errors import ConfigError, RecordError
 from auditor.grants import Grant
-from auditor.ingest.admission import Admission
+from auditor.ingest.admission import Admission, caller_of
+from auditor.ingest.doorstep import Doorstep
 from auditor.ingest.limits import Limits, admit_batch
 from auditor.ingest.status import translated
 from auditor.ingest.streams import AtTheDoor, Streams
 from auditor.pipeline import Incoming, Receipt, Refused
 from auditor.proto import audit_pb2 as pb
-from auditor.proto.audit_pb2_grpc import AuditServiceServicer, add_AuditServiceServicer_to_server
 
 _OUTCOMES: Final = {
     "accepted": pb.OUTCOME_ACCEPTED,
     "duplicate": pb.OUTCOME_DUPLICATE,
     "refused": pb.OUTCOME_REFUSED,
 }
-_THREADS = 16
-# Threads that are left are for Submit, which holds one for a batch only.
+_NAME: Final = "audit.v1.AuditService"
+# Each has threads of its own: what waits for a message, what streams, and what is worked on.
 _STREAMS = 8
+_DOORSTEP = 16
+_WORKING = 24
 _STREAM_IDLE_S = 300.0
+_MESSAGE_S = 30.0
+_PATIENCE_S = 1.0
+# Codes of calls that nobody gets an answer to.
+_SILENT: Final = "silent"
+_INCOMPLETE: Final = "incomplete"
 
 Accept = Callable[[Sequence[Incoming | Refused]], list[Receipt]]
+M = TypeVar("M", bound=Message)
 
 
-class AuditService(AuditServiceServicer):
+class AuditService:
     """accept: makes a batch durable and returns its receipts. on_error: told the code of each call that fails.
 
-    stream_idle_s: a stream without a message for that long is cancelled.
+    stream_idle_s: a stream without a message for that long is cancelled; message_s: a Submit before its message.
     """
 
     def __init__(
@@ -42,32 +55,52 @@ class AuditService(AuditServiceServicer):
         admission: Admission,
         on_error: Callable[[str], None] = lambda code: None,
         stream_idle_s: float = _STREAM_IDLE_S,
+        message_s: float = _MESSAGE_S,
     ) -> None:
         self._accept = accept
         self._limits = limits
         self._admission = admission
         self._on_error = on_error
-        self._streams = Streams(_STREAMS, stream_idle_s)
+        self._streams = Streams(_STREAMS, stream_idle_s, lambda: on_error(_SILENT))
+        self._doorstep = Doorstep(_DOORSTEP, _PATIENCE_S, message_s, lambda: on_error(_SILENT))
 
-    def Submit(self, request: pb.SubmitRequest, context: grpc.ServicerContext) -> pb.SubmitResponse:
-        """Take one batch."""
+    def submit(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Take one batch: a SubmitRequest, answered by a SubmitResponse."""
         with translated(context, self._on_error):
-            return pb.SubmitResponse(receipts=self._take(request.batch, context))
-        raise AssertionError("abort does not return")
+            with self._doorstep.place(caller_of(self._grant(context), context.peer()), context):
+                raw = self._only(requests)
+            batch = _parsed(pb.SubmitRequest(), raw).batch
+            yield pb.SubmitResponse(receipts=self._take(batch, context)).SerializeToString()
 
-    def SubmitStream(
-        self, request_iterator: Iterator[pb.SubmitStreamRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.SubmitStreamResponse]:
-        """Take batches for as long as they come."""
+    def submit_stream(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Take batches for as long as they come: a SubmitStreamRequest each, answered by a SubmitStreamResponse."""
         with translated(context, self._on_error), self._streams.opened(context) as heard:
-            for request in request_iterator:
+            for raw in requests:
                 heard()
+                batch = _parsed(pb.SubmitStreamRequest(), raw).batch
                 # Asked anew for each batch: a token that was withdrawn ends the stream too.
-                yield pb.SubmitStreamResponse(receipts=self._take(request.batch, context))
+                yield pb.SubmitStreamResponse(receipts=self._take(batch, context)).SerializeToString()
 
     def door(self) -> AtTheDoor:
         """For the server: who has no token waits for nothing."""
         return AtTheDoor(self._admission, self._on_error)
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """For the server. Submit is unary for whoever calls it; only as a stream can its message be waited for here."""
+        methods = {"Submit": self.submit, "SubmitStream": self.submit_stream}
+        return grpc.method_handlers_generic_handler(
+            _NAME, {name: grpc.stream_stream_rpc_method_handler(method) for name, method in methods.items()}
+        )
+
+    def _only(self, requests: Iterator[bytes]) -> bytes:
+        try:
+            return next(requests)
+        except StopIteration:
+            raise RecordError("the call ended without a message", _INCOMPLETE) from None
+        except grpc.RpcError:
+            # Cut off, ended from here, or larger than gRPC takes; the caller has its status from gRPC.
+            self._on_error(_INCOMPLETE)
+            raise
 
     def _take(self, batch: pb.Batch, context: grpc.ServicerContext) -> pb.Receipts:
         self._admission.admit(batch, self._grant(context), context.peer())
@@ -81,12 +114,21 @@ class AuditService(AuditServiceServicer):
         return self._admission.authenticate(dict(context.invocation_metadata()).get("authorization", ""))
 
 
+def _parsed(message: M, raw: bytes) -> M:
+    try:
+        message.ParseFromString(raw)
+    except DecodeError:
+        raise RecordError(f"{len(raw)} bytes that are no {message.DESCRIPTOR.full_name}") from None
+    return message
+
+
 def start_server(
     service: AuditService, address: str, limits: Limits, credentials: grpc.ServerCredentials | None
 ) -> tuple[grpc.Server, int]:
     """Serve on host:port; the server and the port that was bound. ConfigError where it cannot be had."""
     server = grpc.server(
-        ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
+        ThreadPoolExecutor(_STREAMS + _DOORSTEP + _WORKING, thread_name_prefix="grpc"),
+        handlers=[service.handlers()],
         interceptors=[service.door()],
         options=(
             ("grpc.max_receive_message_length", limits.message_bytes),
@@ -94,7 +136,6 @@ def start_server(
             ("grpc.so_reuseport", 0),
         ),
     )
-    add_AuditServiceServicer_to_server(service, server)
     try:
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError:

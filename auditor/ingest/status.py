@@ -7,7 +7,16 @@ from typing import Final
 
 import grpc
 
-from auditor.errors import AuditorError, AuthError, ForbiddenError, LedgerError, LimitError, RateError, RecordError
+from auditor.errors import (
+    AuditorError,
+    AuthError,
+    ForbiddenError,
+    LedgerError,
+    LimitError,
+    NoMethodError,
+    RateError,
+    RecordError,
+)
 
 log = logging.getLogger(__name__)
 # Trailing metadata of a call that came too soon: seconds to wait.
@@ -19,6 +28,7 @@ STATUS: Final[dict[type[AuditorError], grpc.StatusCode]] = {
     RecordError: grpc.StatusCode.INVALID_ARGUMENT,
     ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     AuthError: grpc.StatusCode.UNAUTHENTICATED,
+    NoMethodError: grpc.StatusCode.UNIMPLEMENTED,
     RateError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     LedgerError: grpc.StatusCode.UNAVAILABLE,
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from auditor.errors import AuthError, RateError
+from auditor.errors import AuditorError, AuthError, NoMethodError, RateError
 from auditor.ingest.admission import Admission
 from auditor.ingest.status import translated
 
@@ -16,10 +16,14 @@ _COME_BACK_S = 1.0
 
 
 class Streams:
-    """The open ones. most: beyond it RateError. idle_s: one without a message for that long is cancelled."""
+    """The open ones. most: beyond it RateError. idle_s: one without a message for that long is cancelled.
 
-    def __init__(self, most: int, idle_s: float) -> None:
+    on_end: called for each that is.
+    """
+
+    def __init__(self, most: int, idle_s: float, on_end: Callable[[], None]) -> None:
         self._seats, self._most, self._idle_s = threading.BoundedSemaphore(most), most, idle_s
+        self._on_end = on_end
 
     @contextmanager
     def opened(self, context: grpc.ServicerContext) -> Iterator[Callable[[], None]]:
@@ -35,6 +39,7 @@ class Streams:
             while not ended.wait(max(0.0, last[0] + self._idle_s - time.monotonic())):
                 if time.monotonic() >= last[0] + self._idle_s:
                     context.cancel()
+                    self._on_end()
                     return
 
         threading.Thread(target=watch, name="stream-idle", daemon=True).start()
@@ -57,9 +62,9 @@ class AtTheDoor(grpc.ServerInterceptor):
             self._admission.authenticate(dict(call.invocation_metadata or ()).get("authorization", ""))
         except AuthError as error:
             return self._refusal(error)
-        return continuation(call)
+        return continuation(call) or self._refusal(NoMethodError(f"there is no method {call.method[:200]!r}"))
 
-    def _refusal(self, error: AuthError) -> Any:
+    def _refusal(self, error: AuditorError) -> Any:
         def refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             with translated(context, self._on_error):
                 raise error
