@@ -50,12 +50,27 @@ class Config(BaseModel):
     recompute_pool: Annotated[
         str, Field(description="where they run: process (here), ray (the cluster of RAY_ADDRESS), or MODULE:NAME")
     ] = "process"
+    recompute_queue: Annotated[
+        int,
+        Field(ge=1, le=1_000_000, description="mismatches that may wait for the reference; half as many of the rest"),
+    ] = 20_000
+    recompute_timeout_s: Annotated[
+        float, Field(gt=0, description="seconds after which a worker that is at one sample is killed")
+    ] = 600.0
+    recompute_retry_s: Annotated[
+        float,
+        Field(ge=0, description="seconds for which a sample is tried anew while its weights' store does not answer"),
+    ] = 3600.0
     diagnose_per_step: Annotated[
         int, Field(ge=0, le=1_000_000, description="mismatching samples of a step that causes are searched for")
     ] = 2
     diagnose_seconds: Annotated[
         float, Field(gt=0, description="spent on one of them and side at most; what was found until then is ranked")
     ] = 5.0
+    pair_wait_s: Annotated[
+        float,
+        Field(ge=0, description="seconds that a sample waits for its other side before it is given up; 0: for ever"),
+    ] = 86_400.0
     retain_days: Annotated[
         float, Field(ge=0, description="days after which the content of settled records is dropped; 0: never")
     ] = 0.0
@@ -91,10 +106,15 @@ class Config(BaseModel):
         bool, Field(description="stop when standard input ends, as it does when the process that started this one dies")
     ] = False
     ports_file: Annotated[Path | None, Field(description="written at start: the bound addresses as JSON")] = None
-    write_queue: Annotated[int, Field(ge=1, le=65536, description="batches that may wait for the ledger")] = 256
+    write_queue: Annotated[int, Field(ge=1, le=65536, description="batches that may wait for the ledger")] = 16
     message_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30, description="largest gRPC message")] = 16 << 20
     sample_tokens: Annotated[int, Field(ge=1, le=1 << 24, description="most tokens of one sample")] = 1 << 20
-    shown_runs: Annotated[int, Field(ge=1, le=10_000, description="runs with gauges after a start")] = 100
+    shown_runs: Annotated[
+        int, Field(ge=1, le=10_000, description="runs in /metrics; beyond it the one that was silent longest leaves")
+    ] = 1000
+    shown_idle_s: Annotated[
+        float, Field(ge=0, description="seconds without a record after which a run leaves /metrics; 0: never")
+    ] = 86_400.0
 
     @model_validator(mode="after")
     def _is_safe(self) -> Self:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -11,8 +11,12 @@ from auditor.causes.inputs import cause_of_failure
 from auditor.compare import Comparison, Logprobs, Mask, compare_logprobs
 from auditor.drift import NOTHING, DriftSums
 from auditor.preconditions import Contracts, NotComparable, first_failure
-from auditor.records import RolloutRecord, TrainerRecord
+from auditor.records import SIDES, RolloutRecord, TrainerRecord
 from rl_kernel.errors import ShapeError
+
+# The condition of a sample that waited in vain; no precondition was looked at.
+MISSING_SIDE: Final = "missing_side"
+_NEVER_CAME: Final = "never came"
 
 
 class Verdict(StrEnum):
@@ -36,12 +40,13 @@ class Faulty(StrEnum):
 
 
 class Reference(StrEnum):
-    """Where the recomputation of a sample stands."""
+    """Where the recomputation of a sample stands. `skipped`: it was chosen, and too many others waited."""
 
     NOT_ASKED = "not_asked"
     QUEUED = "queued"
     DONE = "done"
     FAILED = "failed"
+    SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +201,19 @@ def _first_cause(side: Faulty, causes: tuple[dict[str, Any], ...] | None) -> str
 def pending(missing: str, weight_version: int) -> Judgement:
     """One side has reported, `missing` has not."""
     return Judgement(Verdict.PENDING, missing=missing, weight_version=weight_version)
+
+
+def given_up(waiting: Judgement) -> Judgement:
+    """A sample whose other side did not come in time: neither a match nor a mismatch, until it comes after all."""
+    came = {side: _NEVER_CAME if side == waiting.missing else "reported" for side in SIDES}
+    return Judgement(
+        Verdict.NOT_COMPARABLE,
+        condition=MISSING_SIDE,
+        field="record",
+        rollout_value=came["rollout"],
+        trainer_value=came["trainer"],
+        weight_version=waiting.weight_version,
+    )
 
 
 def _not_comparable(failure: NotComparable, rollout: RolloutRecord, trainer: TrainerRecord) -> Judgement:

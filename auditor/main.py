@@ -26,15 +26,18 @@ from auditor.contracts import known_contracts
 from auditor.errors import AuditorError, ConfigError, LedgerError, RecomputeError
 from auditor.export.api import Facts, make_api
 from auditor.export.board import Board
+from auditor.export.leaving import Leaving
 from auditor.export.metrics import Live, Metrics
 from auditor.grants import Grants
 from auditor.ingest.admission import Admission
 from auditor.ingest.limits import Limits
 from auditor.ingest.service import AuditService, start_server
 from auditor.judge import ReferenceLogprobs
+from auditor.periodic import Periodic
 from auditor.pipeline import Incoming, Pipeline, Receipt, Refused
 from auditor.rates import Rate
-from auditor.recompute import Diagnosis, RecomputePool
+from auditor.recompute import Diagnosis, Patience, RecomputePool
+from auditor.recompute_queue import RecomputeQueue
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
 from auditor.retention import ParquetArchive, Retirement
 from auditor.sampling import Policy, make_policy
@@ -42,11 +45,13 @@ from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
 from auditor.tls import Renewal, TlsFiles, grpc_credentials, http_context
+from auditor.unpaired import Unpaired
 from auditor.workers import find
 from auditor.writer import Writer
 
 log = logging.getLogger("auditor")
 _LEDGER_PAUSE_S = 0.5
+_UPKEEP_S = 30.0
 
 
 class Auditor:
@@ -67,30 +72,53 @@ class Auditor:
         ledger = Ledger(open_database(config.ledger, writer=True), clock)
         self._parts.callback(ledger.close)
         self._reader = Reader(lambda: open_database(config.ledger, writer=False))
+        self._measure()
         self._board = Board.rebuilt(ledger.counters(), self._reader, config.shown_runs)
         self._ledger = ledger
-        self._writer = Writer(ledger, self._board.add, self._recover, config.write_queue)
+        self._writer = Writer(ledger, self._board.commit, self._recover, config.write_queue)
         self._parts.callback(self._writer.close)
         live = Live(
             lambda: self._writer.waiting,
-            lambda: self._pool.waiting if self._pool else 0,
-            lambda: self._pool.lag_seconds if self._pool else 0.0,
-            self._reader.size_bytes,
+            lambda: self._queue.waiting,
+            lambda: self._queue.lag_seconds,
+            lambda: self._ledger_bytes,
             clock,
             lambda: clock.jumped_seconds,
         )
         version = metadata.version("rl-kernel")
         self._metrics = Metrics(self._board, live, version)
         self._start_retirement(config, clock)
-        self._pool = self._start_pool(config)
+        self._queue = RecomputeQueue(config.recompute_queue)
         contracts = known_contracts()
-        self._pipeline = Pipeline(contracts, _policy(config), self._board, self._pool.put if self._pool else None)
+        ask = self._queue.put if config.weights_root is not None else None
+        self._pipeline = Pipeline(contracts, _policy(config), self._board, ask, self._queue.room)
+        self._start_upkeep(config, clock)
+        self._pool = self._start_pool(config)
         names = {digest: f"{c.profile.name}/segments={c.segments}" for digest, c in contracts.items()}
         reads = Rate("requests", config.rate_reads, config.rate_burst_s)
         api = make_api(self._reader, self._metrics, grants, reads, Facts(version, names, self._why_not_ready))
         http = self._start_http(api, config.http, tls_files(config))
         self.addresses = {"grpc": self._start_grpc(config, grants), "http": http}
         self._requeue()
+
+    def _start_upkeep(self, config: Config, clock: SteadyClock) -> None:
+        """What is done now and then: runs leave the exposition, samples that wait in vain are given up."""
+        count_left = self._metrics.count_left
+        leaving = Leaving(self._board, self._writer, config.shown_idle_s, config.shown_runs, count_left)
+        looks = [
+            ("the ledger's size", self._measure, 0.0),
+            ("runs that leave /metrics", leaving.look, config.shown_idle_s),
+        ]
+        if config.pair_wait_s:
+            unpaired = Unpaired(self._reader, self._writer, self._pipeline, clock, config.pair_wait_s)
+            looks.append(("samples that wait for a side", unpaired.look, config.pair_wait_s))
+        for name, look, wait_s in looks:
+            period_s = min(_UPKEEP_S, max(0.1, wait_s / 10)) if wait_s else _UPKEEP_S
+            work = Periodic(name, period_s, look, lambda code: self._metrics.count_error("upkeep", code))
+            self._parts.callback(work.close)
+
+    def _measure(self) -> None:
+        self._ledger_bytes = self._reader.size_bytes()
 
     def _start_grpc(self, config: Config, grants: Grants) -> str:
         """Serve; returns the bound host:port."""
@@ -129,7 +157,7 @@ class Auditor:
         """Take up what the ledger says is queued; what is recomputed twice is recorded once."""
         if self._pool is not None:
             for key, urgent in self._reader.queued():
-                self._pool.put(key, urgent)
+                self._queue.put(key, urgent)
 
     def _accept(self, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         with self._metrics.receipt_seconds.time():
@@ -158,9 +186,12 @@ class Auditor:
             weights,
             find(config.recompute_pool, config.recompute_idle),
             config.recompute_workers,
+            self._queue,
             Diagnosis(config.diagnose_per_step, config.diagnose_seconds),
+            Patience(config.recompute_timeout_s, config.recompute_retry_s),
             self._load,
             self._conclude,
+            self._metrics.count_worker_end,
         )
         self._parts.callback(pool.close)
         return pool

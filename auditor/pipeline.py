@@ -5,8 +5,9 @@ The words: a *receipt* says what became of a record; a *judgement* is what is kn
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal, Protocol
 
 from auditor import codec
@@ -15,12 +16,14 @@ from auditor.compare import ULP_EDGES, Comparison
 from auditor.drift import NOTHING
 from auditor.errors import ConflictError, RecomputeError
 from auditor.judge import (
+    MISSING_SIDE,
     Faulty,
     Judgement,
     PairJudgement,
     Reference,
     ReferenceLogprobs,
     Verdict,
+    given_up,
     judge_pair,
     judge_with_reference,
     pending,
@@ -67,6 +70,9 @@ class Observer(Protocol):
     def step_changed(self, run_id: str, step: int, totals: Totals, gained: Totals) -> None:
         """A step has new totals; gained: what they grew by."""
 
+    def run_returned(self, run_id: str) -> None:
+        """A run that had left reports again; its counters have started at 0."""
+
     def side_heard(self, run_id: str, side: str, step: int, at: float) -> None:
         """A side has reported up to `step`, at Unix seconds `at`."""
 
@@ -75,7 +81,8 @@ class Pipeline:
     """What the auditor does with records, apart from wires, disks and processes.
 
     policy: which agreeing samples to recompute. recompute: hands a sample to the reference, the urgent ones first;
-    None where there is no reference, and mismatches stay without a side.
+    None where there is no reference, and mismatches stay without a side. room: whether one more sample, urgent or not,
+    may wait for the reference beside so many that the same transaction has handed over already.
     """
 
     def __init__(
@@ -84,15 +91,18 @@ class Pipeline:
         policy: Policy,
         observer: Observer,
         recompute: Callable[[SampleKey, bool], None] | None,
+        room: Callable[[bool, int], bool] = lambda urgent, asked: True,
     ) -> None:
         self._contracts = contracts
         self._policy = policy
         self._observer = observer
         self._recompute = recompute
+        self._room = room
 
     def receive(self, unit: Unit, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         """Store a batch and judge the samples that it completes; one receipt a record, in order."""
         gained: dict[tuple[str, int], Totals] = defaultdict(Totals)
+        self._begin_runs(unit, {item.record.run_id for item in batch if isinstance(item, Incoming)})
         receipts = [
             self._refuse(unit, item) if isinstance(item, Refused) else self._take(unit, item, gained) for item in batch
         ]
@@ -121,6 +131,19 @@ class Pipeline:
         unit.judge(key, after, before)
         self._add_to_steps(unit, {(key.run_id, key.step): change(before, after, NOTHING)})
 
+    def give_up(self, unit: Unit, keys: Sequence[SampleKey]) -> None:
+        """Judge samples whose other side has not come in time. One that came meanwhile is left alone."""
+        gained: dict[tuple[str, int], Totals] = defaultdict(Totals)
+        for key in keys:
+            before = unit.judgement(key)
+            if before is None or before.verdict is not Verdict.PENDING:
+                continue
+            after = given_up(before)
+            unit.count("unpaired_samples", run_id=key.run_id, side=before.missing)
+            unit.judge(key, after, before)
+            gained[key.run_id, key.step] += change(before, after, NOTHING)
+        self._add_to_steps(unit, gained)
+
     def _take(self, unit: Unit, item: Incoming, gained: dict[tuple[str, int], Totals]) -> Receipt:
         record, key = item.record, item.record.key
         held = unit.held(key)
@@ -133,13 +156,20 @@ class Pipeline:
             return Receipt("duplicate")
         # Without the other side nothing can have been judged.
         before = unit.judgement(key) if held else None
-        judged = self._judge(unit, record, held.get(_OTHER[record.side]))
-        unit.judge(key, judged.judgement, before)
+        judged = self._judge(unit, record, held.get(_OTHER[record.side]), before)
+        if judged.judgement != before:
+            unit.judge(key, judged.judgement, before)
         gained[key.run_id, key.step] += change(before, judged.judgement, judged.drift)
         return Receipt("accepted")
 
-    def _judge(self, unit: Unit, record: Record, other: Held | None) -> PairJudgement:
-        if other is None or other.payload is None:
+    def _judge(self, unit: Unit, record: Record, other: Held | None, before: Judgement | None) -> PairJudgement:
+        waited_in_vain = before is not None and before.condition == MISSING_SIDE
+        if other is not None and other.payload is not None:
+            if waited_in_vain:
+                unit.count("late_samples", run_id=record.run_id, side=record.side)
+        elif before is not None and waited_in_vain:
+            return PairJudgement(before, None)  # what it would be compared with has been retired since
+        else:
             return PairJudgement(pending(_OTHER[record.side], record.weight_version), None)
         rollout, trainer = _ordered(record, codec.decode(other.payload))
         try:
@@ -158,15 +188,23 @@ class Pipeline:
             unit.count("not_comparable_samples", run_id=key.run_id, condition=judgement.condition)
             return pair
         _count_tokens(unit, key.run_id, judgement, comparison)
-        mismatch = judgement.verdict is Verdict.MISMATCH
-        if self._recompute is not None and (mismatch or self._policy.wants(_candidate(rollout))):
-            ask = self._recompute
-            unit.after_commit.append(lambda: ask(key, mismatch))
-            judgement = replace(judgement, reference=Reference.QUEUED)
-        elif mismatch:
+        judgement = self._hand_over(unit, judgement, rollout)
+        if judgement.reference is not Reference.QUEUED:
             judgement = _with_causes(judgement, rollout, trainer)
         self._count_final(unit, key, judgement)
         return PairJudgement(judgement, comparison)
+
+    def _hand_over(self, unit: Unit, judgement: Judgement, rollout: RolloutRecord) -> Judgement:
+        """Ask the reference about a mismatch or a sample that the policy chose, where there is room for it to wait."""
+        key, mismatch, ask = rollout.key, judgement.verdict is Verdict.MISMATCH, self._recompute
+        if ask is None or not (mismatch or self._policy.wants(_candidate(rollout))):
+            return judgement
+        if not self._room(mismatch, unit.asked):
+            unit.count("recompute_skipped_samples", run_id=key.run_id, chosen="mismatch" if mismatch else "sampled")
+            return replace(judgement, reference=Reference.SKIPPED)
+        unit.asked += 1
+        unit.after_commit.append(lambda: ask(key, mismatch))
+        return replace(judgement, reference=Reference.QUEUED)
 
     def _count_reference(self, unit: Unit, key: SampleKey, judgement: Judgement) -> None:
         unit.count("recomputed_tokens", judgement.compared, run_id=key.run_id, mma=judgement.reference_mma)
@@ -188,10 +226,17 @@ class Pipeline:
 
     def _add_to_steps(self, unit: Unit, gained: dict[tuple[str, int], Totals]) -> None:
         for (run_id, step), totals in gained.items():
-            new, first = unit.add_to_step(run_id, step, totals)
-            if first:
-                _start_counters(unit, run_id)
+            new = unit.add_to_step(run_id, step, totals)
             unit.after_commit.append(_tell(self._observer, run_id, step, new, totals))
+
+    def _begin_runs(self, unit: Unit, runs: Collection[str]) -> None:
+        """Start the counters of runs that are new, or that had left the exposition."""
+        for run_id in runs:
+            if unit.has_counter("compared_tokens", run_id=run_id):
+                continue
+            _start_counters(unit, run_id)
+            if unit.last_heard(run_id) is not None:
+                unit.after_commit.append(partial(self._observer.run_returned, run_id))
 
     def _note_sides(self, unit: Unit, records: Sequence[Record]) -> None:
         newest: dict[tuple[str, Side], int] = {}

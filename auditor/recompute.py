@@ -1,20 +1,20 @@
 """The reference, asked elsewhere: mismatches first, then the sampled ones in the order in which they came."""
 
-import heapq
-import itertools
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from auditor.codec import encode
-from auditor.errors import LedgerError, RecomputeError
+from auditor.errors import ConfigError, LedgerError, RecomputeError
 from auditor.judge import ReferenceLogprobs
+from auditor.recompute_queue import Asked, RecomputeQueue
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
 from auditor.weights_place import WeightsPlace
 from auditor.workers import Hire, Worker
@@ -22,14 +22,22 @@ from auditor.workers import Hire, Worker
 log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _STEPS_REMEMBERED = 10_000
-_LEDGER_PAUSE_S = 0.5
+_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+# What passes: the sample is tried again.
+_PASSING: Final = ("weights_unreachable", "no_worker")
 
 Load = Callable[[SampleKey], tuple[RolloutRecord, TrainerRecord]]
 Conclude = Callable[[SampleKey, ReferenceLogprobs | RecomputeError, float], None]
+WorkerEnd = Literal["died", "timed_out"]
 
 
 class _Closing(Exception):
     """The pool is closed while a sample is worked on."""
+
+
+class _TimedOut(Exception):
+    """A worker was killed, for it was too long at a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +51,44 @@ class Diagnosis:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """sample_s: after which a worker that is at one sample is killed. retry_s: for which a sample is tried anew while
+    its weights' store does not answer, or nobody can be had who runs the reference.
+    """
+
+    sample_s: float
+    retry_s: float
+
+
 class RecomputePool:
-    """Workers and the queue before them.
+    """Workers before a queue.
 
     hire: makes a worker; workers: how many.
     diagnosis: how much may be spent on causes.
     load: fetches a sample's two records from the ledger, so that what waits costs a key and no arrays.
     conclude: is told the outcome and the seconds that it took; called from the pool's threads, which wait for it.
+    on_end: told of each worker that did not end by itself, or that was killed.
     """
 
     def __init__(
-        self, weights: WeightsPlace, hire: Hire, workers: int, diagnosis: Diagnosis, load: Load, conclude: Conclude
+        self,
+        weights: WeightsPlace,
+        hire: Hire,
+        workers: int,
+        queue: RecomputeQueue,
+        diagnosis: Diagnosis,
+        patience: Patience,
+        load: Load,
+        conclude: Conclude,
+        on_end: Callable[[WorkerEnd], None],
     ) -> None:
-        self._hire = hire
-        self._diagnosis = diagnosis
+        self._hire, self._weights = hire, weights
+        self._queue = queue
+        self._diagnosis, self._patience = diagnosis, patience
         self._diagnosed: Counter[tuple[str, int]] = Counter()
-        self._weights = weights
-        self._load = load
-        self._conclude = conclude
-        self._heap: list[tuple[int, int, float, SampleKey]] = []
-        self._order = itertools.count()
-        self._changed = threading.Condition()
-        self._closing = False
+        self._load, self._conclude, self._on_end = load, conclude, on_end
+        self._changed = threading.Lock()
         # Hired here, so that a pool that cannot be had fails the start and not the first mismatch.
         self._spare: Worker | None = hire(weights)
         self._workers: set[Worker] = {self._spare}
@@ -72,28 +96,9 @@ class RecomputePool:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def waiting(self) -> int:
-        """Samples in the queue."""
-        return len(self._heap)
-
-    @property
-    def lag_seconds(self) -> float:
-        """How long the sample that waits longest has waited; 0 where none waits."""
-        with self._changed:
-            return time.monotonic() - min(queued for _, _, queued, _ in self._heap) if self._heap else 0.0
-
-    def put(self, key: SampleKey, urgent: bool) -> None:
-        """Queue a sample. urgent: before all that are not."""
-        with self._changed:
-            heapq.heappush(self._heap, (0 if urgent else 1, next(self._order), time.monotonic(), key))
-            self._changed.notify()
-
     def close(self) -> None:
         """Stop at once; what waits is queued in the ledger and is taken up at the next start."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._queue.close()
         for worker in list(self._workers):
             worker.kill()
         for thread in self._threads:
@@ -103,40 +108,56 @@ class RecomputePool:
 
     def _work(self) -> None:
         worker: Worker | None = None
-        while (key := self._next()) is not None:
-            outcome: ReferenceLogprobs | RecomputeError | None = None
+        while (asked := self._queue.take()) is not None:
             started = time.monotonic()
-            for _ in range(_ATTEMPTS):
-                worker = worker or self._start()
-                try:
-                    outcome = self._ask(worker, key, self._loaded(key))
-                    break
-                except _Closing:
-                    return
-                except RecomputeError as error:
-                    outcome = error
-                    break
-                except (EOFError, OSError) as error:
-                    self._stop(worker)
-                    worker = None
-                    if self._closing:
-                        return
-                    log.warning("recompute worker ended on %s: %s", key, error)
-            outcome = outcome or RecomputeError(f"{_ATTEMPTS} workers ended on it", "worker_died")
-            self._conclude(key, outcome, time.monotonic() - started)
+            try:
+                worker, outcome = self._serve(worker, asked.key)
+            except _Closing:
+                break
+            if isinstance(outcome, RecomputeError) and outcome.code in _PASSING and self._try_again(asked, outcome):
+                continue
+            self._conclude(asked.key, outcome, time.monotonic() - started)
+            self._queue.done(asked)
         if worker is not None:
             self._stop(worker)
 
-    def _next(self) -> SampleKey | None:
-        with self._changed:
-            while not self._heap and not self._closing:
-                self._changed.wait()
-            return None if self._closing else heapq.heappop(self._heap)[3]
+    def _serve(self, worker: Worker | None, key: SampleKey) -> tuple[Worker | None, ReferenceLogprobs | RecomputeError]:
+        """Ask a worker, or the next one where it ends on the sample; the one that is left, and the outcome."""
+        outcome = RecomputeError(f"{_ATTEMPTS} workers ended on it", "worker_died")
+        for _ in range(_ATTEMPTS):
+            try:
+                worker = worker or self._start()
+                return worker, self._ask(worker, key, self._loaded(key))
+            except _TimedOut:
+                self._replace(worker, key, "timed_out", f"not done after {self._patience.sample_s:g} s")
+                said = f"the worker was not done after {self._patience.sample_s:g} s and was ended"
+                return None, RecomputeError(said, "timed_out")
+            except RecomputeError as error:
+                return worker, error
+            except (EOFError, OSError, ConfigError) as error:
+                if worker is None:
+                    outcome = RecomputeError(f"nobody to run the reference: {error}", "no_worker")
+                    self._queue.pause(_PAUSE_S)
+                else:
+                    self._replace(worker, key, "died", str(error))
+                    worker = None
+            if self._queue.closed:
+                raise _Closing
+        return worker, outcome
+
+    def _try_again(self, asked: Asked, error: RecomputeError) -> bool:
+        """Whether the sample is put back, for what is in its way may pass."""
+        if asked.first_try is not None and time.monotonic() - asked.first_try > self._patience.retry_s:
+            return False
+        if asked.tries == 0:
+            log.warning("%s is tried again later: %s", asked.key, error)
+        self._queue.again(asked, min(_LONGEST_PAUSE_S, self._patience.retry_s, _PAUSE_S * 2**asked.tries))
+        return True
 
     def _loaded(self, key: SampleKey) -> tuple[bytes, bytes]:
         """The sample's records; a ledger that is away is waited for."""
         said = False
-        while not self._closing:
+        while not self._queue.closed:
             try:
                 rollout, trainer = self._load(key)
                 return encode(rollout), encode(trainer)
@@ -144,8 +165,7 @@ class RecomputePool:
                 if not said:
                     log.warning("the reference waits for the ledger: %s", error)
                 said = True
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closing, _LEDGER_PAUSE_S)
+                self._queue.pause(_PAUSE_S)
         raise _Closing
 
     def _ask(self, worker: Worker, key: SampleKey, records: tuple[bytes, bytes]) -> ReferenceLogprobs:
@@ -153,7 +173,9 @@ class RecomputePool:
         name = (key.run_id, key.step)
         diagnose = self._diagnosed[name] < self._diagnosis.samples_per_step
         job = {"rollout_bytes": len(rollout), "diagnose": self._diagnosis.seconds if diagnose else 0.0}
-        reference = _reference(*worker.ask(job, rollout + trainer))
+        with _ended_after(worker, self._patience.sample_s):
+            answer = worker.ask(job, rollout + trainer)
+        reference = _reference(*answer)
         if reference.causes:
             with self._changed:
                 self._diagnosed[name] += 1
@@ -168,9 +190,41 @@ class RecomputePool:
         self._workers.add(worker)
         return worker
 
+    def _replace(self, worker: Worker | None, key: SampleKey, why: WorkerEnd, said: str) -> None:
+        """Let go of a worker that is no use any more; the next sample gets another one."""
+        assert worker is not None
+        self._stop(worker)
+        if not self._queue.closed:
+            log.warning("recompute worker ended on %s: %s", key, said)
+            self._on_end(why)
+
     def _stop(self, worker: Worker) -> None:
         self._workers.discard(worker)
         worker.stop()
+
+
+@contextmanager
+def _ended_after(worker: Worker, seconds: float) -> Iterator[None]:
+    """The worker is killed where the block takes longer; _TimedOut then."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        worker.kill()
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (EOFError, OSError):
+        if late.is_set():
+            raise _TimedOut from None
+        raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise _TimedOut  # it answered while it was being killed
 
 
 def _reference(header: dict[str, Any], raw: bytes) -> ReferenceLogprobs:

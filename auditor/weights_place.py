@@ -163,7 +163,9 @@ class RemoteWeights:
                 return str(json.loads(stream.read())["weight_digest"])
         except FileNotFoundError:
             raise RecomputeError(f"{path} does not exist", "weights_missing") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise RecomputeError(f"{path}: {' '.join(str(error).split())}", "weights_unreachable") from None
+        except (ValueError, KeyError, TypeError) as error:
             raise RecomputeError(f"{path}: {' '.join(str(error).split())}", "weights_unreadable") from None
 
     def _fetch(self, source: str, draft: Path) -> None:

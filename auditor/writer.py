@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from auditor.errors import LedgerError
-from auditor.storage.ledger import Counts, Ledger, Unit
+from auditor.storage.ledger import Ledger, Unit
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -25,15 +25,15 @@ class _Task:
 class Writer:
     """Runs pieces of work inside transactions of the ledger, several a transaction, each undone alone where it raises.
 
-    on_commit: given the counters that became durable. on_recovery: called at the first commit after a failed one, which
-    may have become durable although it failed. capacity: work that may wait before `submit` says no.
+    on_commit: given the transaction that became durable. on_recovery: called at the first commit after a failed one,
+    which may have become durable although it failed. capacity: work that may wait before `submit` says no.
 
     Where the ledger itself fails inside a piece of work, everything of that transaction is undone, and each piece is
     tried once more alone: what the ledger cannot take must not hold up the rest.
     """
 
     def __init__(
-        self, ledger: Ledger, on_commit: Callable[[Counts], None], on_recovery: Callable[[], None], capacity: int
+        self, ledger: Ledger, on_commit: Callable[[Unit], None], on_recovery: Callable[[], None], capacity: int
     ) -> None:
         self._ledger = ledger
         self._on_commit = on_commit
@@ -121,11 +121,13 @@ class Writer:
             else:
                 _fail(group, error)
             return begun
+        if self._trouble:
+            log.warning("the ledger is written again")
         self._trouble = ""
         if self._uncertain:
             self._uncertain = not self._recovered()
         else:
-            self._on_commit(unit.counts)
+            self._on_commit(unit)
         for call in unit.after_commit:
             call()
         for task, value, failure in results:

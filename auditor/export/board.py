@@ -1,23 +1,28 @@
 """The present numbers, in memory, so that a scrape reads no disk. Rebuilt from the ledger at start.
 
 Counters are the ledger's own: they were written in the transactions of what they count, so after a crash they go on
-from where the durable records are, and Prometheus sees no step back and nothing twice.
+from where the durable records are, and Prometheus sees no step back and nothing twice. Those of a run that leaves the
+exposition end, in the ledger and here at once (`auditor.export.leaving`); when it reports again they start at 0.
 """
 
+import math
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from auditor.judge import Verdict
 from auditor.records import SIDES
-from auditor.storage.ledger import Counter, Counts
+from auditor.storage.ledger import Counter, Counts, Unit
 from auditor.storage.reader import Reader
 from auditor.storage.rows import StepRow, Totals
 
-_INCOMPLETE_STEPS = 1000
-
-_INCOMPLETE_STEPS = 1000
+_INCOMPLETE_STEPS: Final = 1000
+# A counter that first appears at 5 has never increased, and Prometheus may still know its old value: one that comes
+# back is shown as 0 for longer than the usual minute between two scrapes.
+_SHOWN_AS_ZERO_S: Final = 75.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,41 +40,57 @@ class Snapshot:
 
 
 class Board:
-    """Thread-safe; written by the ledger's writer, read by scrapes."""
+    """Thread-safe; written by the ledger's writer, read by scrapes. steady: seconds by a clock that never jumps."""
 
-    def __init__(self) -> None:
+    def __init__(self, steady: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
-        self._counters: dict[Counter, float] = defaultdict(float)
+        self._steady = steady
+        # run (empty: of no run) → its counters
+        self._counters: dict[str, dict[Counter, float]] = {}
+        self._returned: dict[str, float] = {}
         self._last_complete: dict[str, StepRow] = {}
         self._sides: dict[tuple[str, str], tuple[int, float]] = {}
+        # run → when it was last heard of, by the steady clock: no setting of the machine's makes it silent
+        self._heard: dict[str, float] = {}
         # run, side → step → samples that wait for the side there
-        self._waiting: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+        self._waiting: dict[tuple[str, str], dict[int, int]] = {}
 
     @classmethod
     def rebuilt(cls, counters: Counts, reader: Reader, runs: int) -> "Board":
         """The board as the ledger has it. runs: how many of the last active ones get gauges."""
         board = cls()
-        board.add(counters)
-        shown = {run.run_id for run in reader.runs(runs)}
+        board.replace_counters(counters)
+        shown = {run.run_id for run in reader.runs(runs)} & set(board._counters)
         for run_id in shown:
             last = reader.last_complete_step(run_id)
             if last is not None:
                 board._last_complete[run_id] = last
             for row in reader.incomplete_steps(run_id, _INCOMPLETE_STEPS):
                 board._add_waiting(row.run_id, row.step, row.totals)
-        board._sides = {(run_id, side): (step, at) for run_id, side, step, at in reader.sides() if run_id in shown}
+        sides = reader.sides()
+        board._sides = {(run_id, side): (step, at) for run_id, side, step, at in sides if run_id in shown}
+        now, newest = board._steady(), max((at for *_, at in sides), default=0.0)
+        for run_id, _, _, at in sides:
+            board._heard[run_id] = max(board._heard.get(run_id, -math.inf), now - (newest - at))
         return board
 
-    def add(self, counts: Counts) -> None:
-        """Take in counters that became durable."""
+    def commit(self, unit: Unit) -> None:
+        """Take in the counters of a transaction that became durable, after those that it ended."""
         with self._lock:
-            for key, value in counts.items():
-                self._counters[key] += value
+            for run_id in unit.left:
+                self._drop(run_id)
+            self._add(unit.counts)
 
     def replace_counters(self, counts: Counts) -> None:
         """Take every counter as the ledger has it, where it is not known what became durable."""
         with self._lock:
-            self._counters = defaultdict(float, counts)
+            self._counters = {}
+            self._add(counts)
+
+    def run_returned(self, run_id: str) -> None:
+        """Take in that a run which had left reports again."""
+        with self._lock:
+            self._returned[run_id] = self._steady()
 
     def step_changed(self, run_id: str, step: int, totals: Totals, gained: Totals) -> None:
         """Take in a step's new totals."""
@@ -84,10 +105,23 @@ class Board:
         with self._lock:
             newest, _ = self._sides.get((run_id, side), (0, 0.0))
             self._sides[run_id, side] = (max(newest, step), at)
+            self._heard[run_id] = self._steady()
+
+    def silences(self) -> dict[str, float]:
+        """Seconds for which each run that is shown has been silent; those in which no auditor ran are left out."""
+        with self._lock:
+            now = self._steady()
+            shown = {*self._counters, *self._last_complete, *(run_id for run_id, _ in self._waiting)} - {""}
+            return {run_id: now - self._heard.get(run_id, -math.inf) for run_id in shown}
 
     def snapshot(self) -> Snapshot:
         """A copy that no writer changes."""
         with self._lock:
+            now = self._steady()
+            self._returned = {run: at for run, at in self._returned.items() if now - at < _SHOWN_AS_ZERO_S}
+            counters: dict[Counter, float] = {}
+            for run_id, counted in self._counters.items():
+                counters.update(dict.fromkeys(counted, 0.0) if run_id in self._returned else counted)
             overdue = {
                 (run_id, side): sum(
                     count for step, count in steps.items() if step < self._sides.get((run_id, side), (0, 0.0))[0]
@@ -95,11 +129,25 @@ class Board:
                 for (run_id, side), steps in self._waiting.items()
             }
             missing = {name: sum(steps.values()) for name, steps in self._waiting.items()}
-            return Snapshot(dict(self._counters), dict(self._last_complete), dict(self._sides), missing, overdue)
+            return Snapshot(counters, dict(self._last_complete), dict(self._sides), missing, overdue)
+
+    def _add(self, counts: Counts) -> None:
+        for key, value in counts.items():
+            counted = self._counters.setdefault(dict(key[1]).get("run_id", ""), defaultdict(float))
+            counted[key] += value
+
+    def _drop(self, run_id: str) -> None:
+        self._counters.pop(run_id, None)
+        self._returned.pop(run_id, None)
+        self._last_complete.pop(run_id, None)
+        self._heard.pop(run_id, None)
+        for side in SIDES:
+            self._sides.pop((run_id, side), None)
+            self._waiting.pop((run_id, side), None)
 
     def _add_waiting(self, run_id: str, step: int, totals: Totals) -> None:
         for side in SIDES:
-            steps = self._waiting[run_id, side]
+            steps = self._waiting.setdefault((run_id, side), {})
             count = steps.get(step, 0) + totals.missing.get(side, 0)
             if count:
                 steps[step] = count

@@ -35,12 +35,18 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "recomputed_tokens": (("run_id", "mma"), "Active tokens recomputed by the reference."),
     "retired_records": ((), "Records whose content was dropped by age; digests and verdicts stay."),
     "recompute_errors": (("run_id", "code"), "Samples that the reference could not recompute, by reason."),
+    "recompute_skipped_samples": (
+        ("run_id", "chosen"),
+        "Samples that were to be recomputed and found no room to wait.",
+    ),
+    "unpaired_samples": (("run_id", "side"), "Samples that were given up, for this side had not come in time."),
+    "late_samples": (("run_id", "side"), "Those of them whose side came after all: judged then."),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Gauges that are asked for at the scrape: queue lengths, seconds and bytes."""
+    """Gauges that are asked for at the scrape: queue lengths, seconds and bytes. None of them may ask the ledger."""
 
     write_queue: Callable[[], int]
     recompute_queue: Callable[[], int]
@@ -106,10 +112,27 @@ class Metrics:
             ["part", "code"],
             registry=self.registry,
         )
+        self._left = LiveCounter(
+            "auditor_left_runs", "Runs that left the exposition, by why.", ["reason"], registry=self.registry
+        )
+        self._worker_ends = LiveCounter(
+            "auditor_recompute_worker_ends",
+            "Recompute workers that died or were killed over a sample, and were replaced.",
+            ["reason"],
+            registry=self.registry,
+        )
 
     def count_error(self, part: str, code: str) -> None:
-        """Count a failure. part: grpc, http or retention."""
+        """Count a failure. part: grpc, http, retention or upkeep."""
         self._errors.labels(part, code).inc()
+
+    def count_left(self, reason: str, runs: int) -> None:
+        """Count runs that left. reason: silent or crowded."""
+        self._left.labels(reason).inc(runs)
+
+    def count_worker_end(self, reason: str) -> None:
+        """Count a worker that was replaced. reason: died or timed_out."""
+        self._worker_ends.labels(reason).inc()
 
     def text(self) -> bytes:
         """The exposition that a scrape gets."""
@@ -126,12 +149,13 @@ class Metrics:
 
 
 def _counters(counters: Mapping[Counter, float]) -> Iterable[Metric]:
+    by_name: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+    for (name, pairs), value in sorted(counters.items()):
+        by_name[name].append((dict(pairs), value))
     for name, (labels, help_text) in COUNTERS.items():
         family = CounterMetricFamily(f"auditor_{name}", help_text, labels=labels)
-        for (counted, pairs), value in sorted(counters.items()):
-            if counted == name:
-                given = dict(pairs)
-                family.add_metric([given[label] for label in labels], value)
+        for given, value in by_name[name]:
+            family.add_metric([given[label] for label in labels], value)
         yield family
 
 

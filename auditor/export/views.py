@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from auditor.compare import Logprobs
 from auditor.drift import statistics
-from auditor.judge import Reference, Verdict
+from auditor.judge import Faulty, Reference, Verdict
 from auditor.records import Record, RolloutRecord
 from auditor.sampling import miss_probability
 from auditor.storage import curve
@@ -18,7 +18,8 @@ from auditor.storage.rows import RunRow, SampleRow, StepRow, Totals
 class Detection(BaseModel):
     """What recomputing a share buys against a fault that both sides have; a one-sided fault is always seen.
 
-    recomputed_share: of the compared samples. missed: chance that a fault escapes, by the share of samples it is on.
+    recomputed_share: of the samples whose sides agree, for only in those it could hide. missed: chance that a fault
+    escapes, by the share of samples it is on.
     """
 
     recomputed_share: float
@@ -227,11 +228,13 @@ def counts(totals: Totals) -> dict[str, Any]:
 
 
 def _detection(totals: Totals) -> Detection | None:
-    compared = totals.verdict(Verdict.MATCH) + totals.verdict(Verdict.MISMATCH)
-    if compared == 0:
+    agreeing = totals.verdict(Verdict.MATCH)
+    if agreeing == 0:
         return None
-    share = min(1.0, totals.references.get(Reference.DONE.value, 0) / compared)
-    missed = {f"{fault:g}": miss_probability(share, fault, compared) for fault in (0.001, 0.01, 0.1, 1.0)}
+    # A mismatch has a side as soon as it was recomputed.
+    mismatches = totals.verdict(Verdict.MISMATCH) - totals.sides.get(Faulty.UNKNOWN.value, 0)
+    share = (totals.references.get(Reference.DONE.value, 0) - mismatches) / agreeing
+    missed = {f"{fault:g}": miss_probability(share, fault, agreeing) for fault in (0.001, 0.01, 0.1, 1.0)}
     return Detection(recomputed_share=share, missed=missed)
 
 

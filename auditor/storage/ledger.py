@@ -48,12 +48,26 @@ class Unit:
         self.tail = tail
         self.now = now
         self.counts: dict[Counter, float] = {}
+        # Samples that this transaction hands to the reference, and runs whose counters it ends.
+        self.asked = 0
+        self.left: set[str] = set()
         self.after_commit: list[Callable[[], None]] = []
 
     def count(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a durable counter."""
         key = (name, tuple(sorted(labels.items())))
         self.counts[key] = self.counts.get(key, 0) + value
+
+    def has_counter(self, name: str, **labels: str) -> bool:
+        """Whether a counter was durable before this transaction."""
+        return bool(self._database.all("SELECT 1 FROM counters WHERE name = ? AND labels = ?", (name, _text(labels))))
+
+    def end_counters(self, runs: Collection[str]) -> None:
+        """Forget the counters of runs that leave the exposition; what is counted of them from here on starts at 0."""
+        rows = self._database.all("SELECT name, labels FROM counters")
+        ended = [row for row in rows if dict(_labels(row[1])).get("run_id") in runs]
+        self._database.many("DELETE FROM counters WHERE name = ? AND labels = ?", ended)
+        self.left.update(runs)
 
     def held(self, key: SampleKey) -> dict[Side, "Held"]:
         """What is stored of a sample, by side."""
@@ -117,6 +131,11 @@ class Unit:
             (run_id, side, step, self.now),
         )
 
+    def last_heard(self, run_id: str) -> float | None:
+        """Unix seconds of a run's last record; None where there is none."""
+        last: float | None = self._database.all("SELECT max(last_at) FROM sides WHERE run_id = ?", (run_id,))[0][0]
+        return last
+
     def keep_reference(self, key: SampleKey, logprobs: Logprobs) -> None:
         """Keep what the reference computed, float32 [R], once a sample."""
         payload = logprobs.astype("<f4").tobytes()
@@ -130,8 +149,8 @@ class Unit:
             [tuple(key) for key in keys],
         )
 
-    def add_to_step(self, run_id: str, step: int, gained: Totals) -> tuple[Totals, bool]:
-        """Add to a step's totals and its run's; the step's new totals and whether the run was new."""
+    def add_to_step(self, run_id: str, step: int, gained: Totals) -> Totals:
+        """Add to a step's totals and its run's; the step's new totals."""
         rows = self._database.all("SELECT body FROM steps WHERE run_id = ? AND step = ?", (run_id, step))
         totals = (Totals.from_json(json.loads(rows[0][0])) if rows else Totals()) + gained
         numbers = (totals.verdict(Verdict.MISMATCH), totals.verdict(Verdict.PENDING), json.dumps(totals.to_json()))
@@ -142,17 +161,17 @@ class Unit:
             )
         else:
             self._database.run("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", (run_id, step, *numbers))
-        return totals, self._add_to_run(run_id, gained)
+        self._add_to_run(run_id, gained)
+        return totals
 
-    def _add_to_run(self, run_id: str, gained: Totals) -> bool:
+    def _add_to_run(self, run_id: str, gained: Totals) -> None:
         rows = self._database.all("SELECT body FROM runs WHERE run_id = ?", (run_id,))
         if not rows:
             body = json.dumps(gained.to_json())
             self._database.run("INSERT INTO runs VALUES (?, ?, ?, ?)", (run_id, self.now, self.now, body))
-            return True
+            return
         body = json.dumps((Totals.from_json(json.loads(rows[0][0])) + gained).to_json())
         self._database.run("UPDATE runs SET last_at = ?, body = ? WHERE run_id = ?", (self.now, body, run_id))
-        return False
 
     def _append(self, kind: str, key: SampleKey, content: bytes) -> int:
         seq = self.tail[0] + 1
@@ -166,7 +185,7 @@ class Unit:
         self._database.many(
             "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT (name, labels)"
             " DO UPDATE SET value = counters.value + excluded.value",
-            [(name, json.dumps(labels), value) for (name, labels), value in self.counts.items()],
+            [(name, _text(dict(labels)), value) for (name, labels), value in self.counts.items()],
         )
 
 
@@ -233,6 +252,10 @@ class Ledger:
             self._database.run("ROLLBACK")
         except LedgerError:
             return
+
+
+def _text(labels: Mapping[str, str]) -> str:
+    return json.dumps(sorted(labels.items()))
 
 
 def _labels(text: str) -> tuple[tuple[str, str], ...]:

@@ -131,6 +131,17 @@ class Reader:
         for *key, verdict in rows:
             yield SampleKey(*key), verdict == Verdict.MISMATCH.value
 
+    def pending_since(self, before: float, limit: int) -> list[SampleKey]:
+        """Samples that have waited for their other side since before that time (Unix seconds), in the chain's order."""
+        rows = self.database.all(
+            "SELECT s.run_id, s.step, s.sample_id FROM samples s JOIN records r"
+            " ON r.run_id = s.run_id AND r.step = s.step AND r.sample_id = s.sample_id"
+            # Written out: only so does SQLite see that the index is for it.
+            " WHERE s.verdict = 'pending' AND r.received_at < ? ORDER BY r.seq LIMIT ?",
+            (before, limit),
+        )
+        return [SampleKey(*row) for row in rows]
+
     def newest(self) -> float | None:
         """Unix seconds of the last record of all runs, by the clock that stamped it; None where there is none."""
         newest: float | None = self.database.all("SELECT max(last_at) FROM sides")[0][0]
