@@ -1,5 +1,6 @@
 """A ledger in a PostgreSQL database, by URL. One writer, by an advisory lock that dies with its connection."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Final
@@ -36,6 +37,12 @@ _REASONS: Final = (
     ("translate host name", "the host's name is not known"),
     ("SSL", "TLS cannot be agreed on"),
 )
+# A server that takes bytes and answers nothing, stopped or behind a network that drops, is given up after so long;
+# whoever reads for a page waits for less than who writes.
+_WRITER_ANSWER_S: Final = 30.0
+_READER_ANSWER_S: Final = 10.0
+# Tables are made and changed once, and that may take as long as it takes.
+_UNHURRIED: Final = ("CREATE ", "DROP ")
 _SESSION: Final = (
     "SET tcp_keepalives_idle = 10",
     "SET tcp_keepalives_interval = 5",
@@ -43,6 +50,29 @@ _SESSION: Final = (
     # A commit is acknowledged, so it must be on disk, whatever the server's or the role's default is.
     "SET synchronous_commit = on",
 )
+
+
+class _Bounded(psycopg.Connection[Row]):
+    """A connection that is closed where the server does not answer in time. answer_s: None is no bound."""
+
+    answer_s: float | None = None
+
+    def wait(self, gen: Any, *arguments: Any, **named: Any) -> Any:
+        """Wait for the server; OperationalError where it takes longer."""
+        return super().wait(self._watched(gen), *arguments, **named)
+
+    def _watched(self, gen: Any) -> Any:
+        """The driver's generator, which is asked again and again while nothing comes."""
+        started, ready = time.monotonic(), None
+        while True:
+            try:
+                wanted = gen.send(ready)
+            except StopIteration as done:
+                return done.value
+            if self.answer_s is not None and time.monotonic() - started > self.answer_s:
+                self.close()
+                raise psycopg.OperationalError(f"no answer in {self.answer_s:g} s; the connection is given up")
+            ready = yield wanted
 
 
 class PostgresDatabase:
@@ -64,6 +94,7 @@ class PostgresDatabase:
     def __init__(self, url: str, writer: bool) -> None:
         self._url = url
         self._writer = writer
+        self._answer_s = _WRITER_ANSWER_S if writer else _READER_ANSWER_S
         self._connection = self._connect()
 
     def all(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
@@ -89,7 +120,7 @@ class PostgresDatabase:
         """Let go of the connection, and with it of the lock."""
         self._connection.close()
 
-    def _ready(self, sql: str) -> "psycopg.Connection[Row]":
+    def _ready(self, sql: str) -> _Bounded:
         """The connection, made again where it was lost and nothing is in flight on it."""
         if self._connection.closed and (sql == "BEGIN" or not self._writer):
             try:
@@ -97,11 +128,12 @@ class PostgresDatabase:
             except ConfigError as error:
                 # At a start it is somebody's mistake; here it may be this auditor's own lost session, which passes.
                 raise LedgerError(str(error)) from None
+        self._connection.answer_s = None if sql.startswith(_UNHURRIED) else self._answer_s
         return self._connection
 
-    def _connect(self) -> "psycopg.Connection[Row]":
+    def _connect(self) -> _Bounded:
         try:
-            connection = psycopg.connect(self._url, autocommit=True, connect_timeout=5, **_KEEPALIVE)
+            connection = _Bounded.connect(self._url, autocommit=True, connect_timeout=5, **_KEEPALIVE)
         except psycopg.ProgrammingError:
             raise ConfigError(
                 "the PostgreSQL ledger's URL cannot be parsed; it is postgresql://USER:PASSWORD@HOST:PORT/DATABASE,"
@@ -117,7 +149,8 @@ class PostgresDatabase:
             raise
         return connection
 
-    def _set_up(self, connection: "psycopg.Connection[Row]") -> None:
+    def _set_up(self, connection: _Bounded) -> None:
+        connection.answer_s = self._answer_s
         for setting in _SESSION:
             connection.execute(setting)
         if not self._writer:

@@ -64,6 +64,15 @@ class PostgresServer:
         self._process.kill()
         self._process.wait()
 
+    def freeze(self) -> None:
+        """Stop every process of it where it is: connections stay, and nobody answers."""
+        for pid in (*self._children(), self._process.pid):
+            os.kill(pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        for pid in (self._process.pid, *self._children()):
+            os.kill(pid, signal.SIGCONT)
+
     def fresh_database(self) -> None:
         for sql in ("DROP DATABASE IF EXISTS auditor WITH (FORCE)", "CREATE DATABASE auditor"):
             self._run(sql)

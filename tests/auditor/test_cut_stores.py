@@ -1,0 +1,175 @@
+"""The auditor is cut from its database and from its object store, on the network; both are real."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from auditor.client import AuditClient
+from auditor.errors import LedgerError
+from auditor.storage import postgres as driver
+from auditor.storage.chain import verify
+from auditor.storage.database import open_database
+from tests.auditor.network import network
+from tests.auditor.postgres_server import PostgresServer
+from tests.auditor.processes import AuditorProcess, running_auditor
+from tests.auditor.samples import pair
+from tests.auditor.stores import Store, running_store
+from tests.auditor.test_network import _produce
+from tests.auditor.test_reference import true_pair, weights_root
+from tests.auditor.test_survival import check_totals, submit_pairs
+from tests.auditor.test_unpaired import send
+
+__all__ = ["weights_root"]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    with pytest.MonkeyPatch.context() as patch, running_store(patch) as running:
+        yield running
+
+
+def cut_from_postgres(folder: Path, server: PostgresServer, state: str, seconds: float, samples: int) -> str:
+    """The auditor's log. Records are sent before, while the ledger is away, and after."""
+    server.fresh_database()
+    with network(f"127.0.0.1:{server.port}") as between:
+        url = f"postgresql://auditor@{between.address}/auditor"
+        with running_auditor(folder / "a", "--ledger", url) as auditor:
+            with AuditClient(auditor.grpc, "run", spool_dir=folder / "s", queue_size=256) as client:
+                submit_pairs(client, range(samples // 4))
+                assert client.flush(20).accepted == samples // 2
+                longest = [0.0]
+                rest = range(samples // 4, samples)
+                producer = threading.Thread(target=_produce, args=(client, rest, seconds / 2, longest))
+                between.set(state)
+                producer.start()
+                time.sleep(seconds)
+                producer.join()
+                assert longest[0] < 0.25, "the job was held up"
+                assert auditor.metrics()["auditor_ledger_bytes"] > 0, "a scrape does not wait for the ledger"
+                assert client.counts.accepted == samples // 2, "acknowledged, and nowhere durable"
+                between.set("up")
+                counts = client.flush(60)
+                assert (counts.queued, counts.spooled, counts.dropped, counts.refused) == (0, 0, 0, 0)
+                assert counts.accepted + counts.duplicate == 2 * samples
+            check_totals(auditor, samples)
+            assert auditor.stop() == 0
+            log = auditor.log
+    assert verify(open_database(server.url, writer=False)).entries == 3 * samples
+    return log
+
+
+@pytest.mark.parametrize("state", ["down", "silent"])
+def test_a_cut_from_postgresql_loses_nothing_counts_nothing_twice_and_heals(
+    tmp_path: Path, postgres: PostgresServer, state: str
+) -> None:
+    log = cut_from_postgres(tmp_path, postgres, state, 3.0, 40)
+    assert log.count("the ledger cannot be written: PostgreSQL ledger: ") == (state == "down"), "said once"
+    assert log.count("the ledger is written again") == (state == "down")
+    assert "Traceback" not in log
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("state", ["down", "silent"])
+def test_a_minutes_cut_from_postgresql_loses_nothing_counts_nothing_twice_and_heals(
+    tmp_path: Path, postgres: PostgresServer, state: str
+) -> None:
+    log = cut_from_postgres(tmp_path, postgres, state, 60.0, 400)
+    assert log.count("the ledger is written again") == 1
+    assert state == "down" or "no answer in 30 s; the connection is given up" in log
+    assert "Traceback" not in log
+
+
+def test_a_stopped_postgresql_fails_the_statement_and_is_taken_up_again(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped as a process: its kernel takes every byte and nobody answers."""
+    monkeypatch.setattr(driver, "_WRITER_ANSWER_S", 1.0)
+    monkeypatch.setattr(driver, "_READER_ANSWER_S", 0.5)
+    postgres.fresh_database()
+    writer, reader = open_database(postgres.url, True), open_database(postgres.url, False)
+    writer.run("CREATE TABLE kept (n BIGINT)")
+    postgres.freeze()
+    try:
+        for database, most in ((reader, 1.5), (writer, 2.5)):
+            started = time.monotonic()
+            with pytest.raises(LedgerError, match=r"no answer in (1|0\.5) s; the connection is given up"):
+                database.run("BEGIN")
+            assert time.monotonic() - started < most
+        with pytest.raises(LedgerError, match="no connection: no answer in time"):
+            reader.all("SELECT 1")
+    finally:
+        postgres.thaw()
+    assert reader.all("SELECT 1") == [(1,)]
+    for _ in range(50):  # the lost session holds the lock until the server has seen that its other end is gone
+        try:
+            writer.run("BEGIN")
+            break
+        except LedgerError:
+            time.sleep(0.1)
+    writer.many("INSERT INTO kept VALUES (?)", [(1,), (2,)])
+    writer.run("COMMIT")
+    assert reader.all("SELECT n FROM kept ORDER BY n") == [(1,), (2,)]
+    writer.close()
+    reader.close()
+
+
+def test_a_cut_from_the_archive_keeps_the_evidence_and_writes_each_record_away_once(
+    tmp_path: Path, store: Store
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with network(store.endpoint.removeprefix("http://")) as between:
+        flags = ("--retain-days", "0.00001", "--retain-look-s", "0.2", "--archive", "s3://bucket/cut")
+        flags += ("--store-endpoint", f"http://{between.address}")
+        with running_auditor(tmp_path, *flags) as auditor:
+            between.set("down")
+            for i in range(20):
+                send(auditor, *pair(f"{i}"))
+            auditor.wait_for_metrics(
+                lambda m: m.get('auditor_errors_total{code="archive_unavailable",part="retention"}', 0) > 0
+            )
+            assert auditor.get("/api/v1/runs/run/samples/0/19")["trainer"] is not None
+            between.set("up")
+            auditor.wait_for_metrics(lambda series: series.get("auditor_retired_records_total") == 40, 60)
+            assert auditor.stop() == 0
+            assert "evidence stays where it is, to be tried again: archive bucket/cut" in auditor.log
+    rows = [row for name in store.names("cut") for row in parquet.read_table(name, filesystem=store.files).to_pylist()]
+    assert sorted(row["seq"] for row in rows) == sorted({row["seq"] for row in rows}), "each once"
+    assert len(rows) == 40
+
+
+def test_while_the_weights_store_is_cut_off_samples_wait_and_are_recomputed_then(
+    tmp_path: Path, store: Store, weights_root: Path
+) -> None:
+    store.put(weights_root / "v000001", "cut-weights/v000001")
+    with network(store.endpoint.removeprefix("http://")) as between:
+        flags = ("--weights-root", "s3://bucket/cut-weights", "--weights-cache", str(tmp_path / "copies"))
+        flags += ("--store-endpoint", f"http://{between.address}", "--recompute-rate", "1")
+        with running_auditor(tmp_path / "a", *flags) as auditor:
+            between.set("down")
+            for i in range(4):
+                send(auditor, *true_pair(weights_root, f"{i}"))
+            _wait_for_log(auditor, "is tried again later: ")
+            run = auditor.get("/api/v1/runs/run")
+            assert (run["by_reference"], run["by_verdict"]) == ({"queued": 4}, {"match": 4})
+            between.set("up")
+            run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0, 90)
+            assert run["by_reference"] == {"done": 4}
+            assert auditor.stop() == 0
+
+
+def _wait_for_log(auditor: AuditorProcess, said: str) -> None:
+    deadline = time.monotonic() + 60
+    while said not in auditor.log:
+        assert time.monotonic() < deadline, auditor.log
+        time.sleep(0.1)
