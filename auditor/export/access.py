@@ -12,7 +12,9 @@ from auditor.export.problems import problem_of
 from auditor.grants import Grant, Grants
 from auditor.rates import Rate
 
-RunId = Annotated[str, Path(min_length=1, max_length=128)]
+# Names that a record can have. No other is looked for: not every database takes any text.
+NAME: Final = "[A-Za-z0-9._:@+=-]"
+RunId = Annotated[str, Path(min_length=1, max_length=128, pattern=f"^{NAME}+$")]
 Call = Callable[[Request], Awaitable[Response]]
 _OPEN: Final = ("/healthz", "/readyz")  # and the page's own files, which hold no data
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from auditor.capsule import freeze, to_bytes
 from auditor.errors import LedgerError
 from auditor.export import views
-from auditor.export.access import Covered, RunId, add_access, granted
+from auditor.export.access import NAME, Covered, RunId, add_access, granted
 from auditor.export.metrics import Metrics
 from auditor.export.page_files import add_page
 from auditor.export.problems import add_problems, responses
@@ -35,7 +35,7 @@ _NOT_READY: Final = responses(HTTPStatus.SERVICE_UNAVAILABLE)
 
 StepNumber = Annotated[int, Path(ge=0, le=_MAX_STEP)]
 # Where a page of capsules begins: the step and sample of the last one before it.
-Cursor = Annotated[str, Query(pattern=r"^(\d{1,16}/[^/]{1,128})?$", max_length=145)]
+Cursor = Annotated[str, Query(pattern=rf"^([0-9]{{1,16}}/{NAME}{{1,128}})?$", max_length=145)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _add_samples(app: FastAPI, reader: Reader) -> None:
     def samples(
         run_id: RunId,
         step: StepNumber,
-        after: Annotated[str, Query(max_length=128)] = "",
+        after: Annotated[str, Query(max_length=128, pattern=rf"^{NAME}*$")] = "",
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         verdict: Verdict | None = None,
     ) -> views.Samples:
@@ -168,8 +168,8 @@ def _add_health(app: FastAPI, metrics: Metrics, facts: Facts) -> None:
     text: dict[int | str, dict[str, Any]] = {200: {"description": "Well.", "content": {"text/plain": {}}}}
 
     @app.get("/healthz", responses=text, response_class=Response)
-    def healthz() -> Response:
-        """The process answers."""
+    async def healthz() -> Response:
+        """The process answers, whatever the ledger does: no thread is waited for."""
         return Response("ok\n", media_type="text/plain")
 
     @app.get("/readyz", responses={**text, **_NOT_READY}, response_class=Response)
