@@ -83,14 +83,14 @@ export function statistics(totals) {
 
 /** What recomputing a share of the samples buys, as the auditor works it out. */
 function coverage(totals) {
-  const done = totals.by_reference.done || 0;
+  const done = totals.by_reference.done || 0, skipped = totals.by_reference.skipped || 0;
   const compared = (totals.by_verdict.match || 0) + (totals.by_verdict.mismatch || 0);
   const missed = Object.entries(totals.detection?.missed ?? {}).sort((a, b) => a[0] - b[0]);
   return [
-    h("p", {}, `Compared: ${whole(totals.compared_tokens)} tokens, every pair. Recomputed by the reference: ${whole(totals.recomputed_tokens)} tokens in ${whole(done)} of ${whole(compared)} samples (${percent(done, compared)}).`),
+    h("p", {}, `Compared: ${whole(totals.compared_tokens)} tokens, every pair. Recomputed by the reference: ${whole(totals.recomputed_tokens)} tokens in ${whole(done)} of ${whole(compared)} samples (${percent(done, compared)}).${skipped ? ` ${whole(skipped)} were chosen and found no room to wait.` : ""}`),
     table("A fault that both sides share is missed", [
       ["if it is on", (row) => (row[0] === "1" ? "every sample" : `1 in ${whole(Math.round(1 / row[0]))} samples`)], ["with probability", (row) => difference(row[1]), true],
-    ], missed, "nothing was compared"),
+    ], missed, "no sample whose sides agree"),
     totals.weight_versions ? h("p", {}, versions(...totals.weight_versions)) : null,
   ];
 }
