@@ -1,6 +1,6 @@
 """`make tour`: auditor, Prometheus, Alertmanager and a job with a fault, until the pager rings; and a look at why.
 
-Afterwards the same job runs on native numerics, so that the dashboards show both runs on top of each other. Leaves in
+From then on the same job runs on native numerics too, so that the dashboards show both on top of each other. Leaves in
 the folder that it prints: pictures of the page and of the dashboards, the alert's text, the logs. Everything runs on
 this machine and is stopped at the end.
 """
@@ -26,8 +26,6 @@ from deploy.tour import pictures
 from deploy.tour.stack import Stack, StackError, free_ports, running, running_stack, wait_until_ok
 from tests.models import write_tiny_model
 
-CLEAN_VERSIONS = 10
-
 
 class Stages:
     """Prints each stage with its seconds."""
@@ -49,20 +47,23 @@ def main(arguments: Sequence[str]) -> int:
     """Take the tour; 0 when the pager rang and everything was left in the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/tour"), help="folder, made where it is missing")
-    parser.add_argument("--steps", type=int, default=20, help=f"RL steps; the fault begins at step {CLEAN_VERSIONS}")
+    parser.add_argument("--steps", type=int, default=20, help="RL steps of each job")
+    parser.add_argument("--clean", type=int, default=10, help="steps before the fault begins")
     parser.add_argument("--wait", type=float, default=900.0, help="seconds to wait for the job and its page")
     options = parser.parse_args(arguments)
+    if not 0 < options.clean < options.steps:
+        parser.error(f"--clean {options.clean} leaves no step for the fault, or none before it, of {options.steps}")
     out = options.out / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True)
     out = out.resolve()
     try:
-        return _tour(out, options.steps, options.wait)
+        return _tour(out, options.steps, options.clean, options.wait)
     except StackError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _tour(out: Path, steps: int, wait: float) -> int:
+def _tour(out: Path, steps: int, clean: int, wait: float) -> int:
     stage = Stages()
     weights, auditor_folder = out / "weights", out / "auditor"
     for folder in (weights, auditor_folder):
@@ -75,15 +76,17 @@ def _tour(out: Path, steps: int, wait: float) -> int:
             wait_until_ok(f"http://{http}/readyz", 60, check)
         # Ray's sockets live in its folder, and their paths must be short.
         with tempfile.TemporaryDirectory(prefix="tour-") as ray, _watching(out, http, Path(ray), stage) as stack:
-            stale = [sys.executable, "-m", "deploy.tour.stale_rollout", "--from-version", str(CLEAN_VERSIONS + 1), "--"]
-            with _job(stale, out, _tree(out, "strict", steps, grpc, http), Path(ray)) as job:
-                began, paged = _story(job, stack, http, stage, wait)
-            with stage("the same job without a fault, on native numerics"):
-                native = [sys.executable, "-m", "services.main"]
-                with _job(native, out, _tree(out, "native", steps, grpc, http), Path(ray)) as job:
-                    if (code := job.wait(wait)) != 0:
-                        raise StackError(f"the native job ended with code {code}; see native.log")
-                _until(lambda: _settled(http), wait, "the reference is behind")
+            stale = [sys.executable, "-m", "deploy.tour.stale_rollout", "--from-version", str(clean + 1), "--"]
+            native = [sys.executable, "-m", "services.main"]
+            with _job(stale, out, _tree(out, "strict", steps, grpc, http), Path(ray)) as strict_job:
+                began, paged = _story(strict_job, stack, http, stage, wait)
+                with _job(native, out, _tree(out, "native", steps, grpc, http), Path(ray)) as native_job:
+                    with stage("it ends, and beside it the same job without a fault, on native numerics"):
+                        strict_job.wait(wait)
+                        if (code := native_job.wait(wait)) != 0:
+                            raise StackError(f"the native job ended with code {code}; see native.log")
+                    with stage("the reference has spoken on every mismatch"):
+                        _until(lambda: _settled(http), wait, "the reference is behind")
             _leave(out, stack, http, paged, (began, time.time()), stage)
     print(f"\n{'seconds':>8}  stage")
     for name, seconds in stage.seconds.items():
@@ -94,7 +97,7 @@ def _tour(out: Path, steps: int, wait: float) -> int:
 
 @contextmanager
 def _watching(out: Path, http: str, ray: Path, stage: Stages) -> Iterator[Stack]:
-    nodes = {"ray": ray / "ray" / "prom_metrics_service_discovery.json"}
+    nodes = {f"ray-{mode}": ray / mode / "ray" / "prom_metrics_service_discovery.json" for mode in ("strict", "native")}
     with running_stack(out / "stack", {"auditor": [http]}, nodes) as stack:
         with stage("Prometheus, Alertmanager and pager ready; the auditor is scraped"):
             _until(lambda: stack.query('up{job="auditor"} == 1'), 60, "Prometheus does not scrape the auditor")
@@ -124,7 +127,8 @@ def _job(command: Sequence[str], out: Path, tree: dict[str, Any], ray: Path) -> 
     config = out / f"{mode}.yaml"
     config.write_text(yaml.safe_dump(tree), "utf-8")
     # Metrics of a job this short must come often.
-    environment = {**os.environ, "RAY_TMPDIR": str(ray), "RAY_metrics_report_interval_ms": "1000"}
+    (ray / mode).mkdir()
+    environment = {**os.environ, "RAY_TMPDIR": str(ray / mode), "RAY_metrics_report_interval_ms": "1000"}
     with (out / f"{mode}.log").open("wb") as output:
         job = subprocess.Popen([*command, "--config", str(config)], stdout=output, stderr=output, env=environment)
     try:
@@ -155,9 +159,6 @@ def _story(
             60,
             "nobody was paged",
         )
-    with stage("the reference has spoken on every mismatch, and the job has ended"):
-        job.wait(wait)
-        _until(lambda: _settled(http), wait, "the reference is behind")
     return began, alerts[0]
 
 
