@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ COMPARED = ("compared_tokens", (("run_id", "run"),))
 class World:
     """An auditor's ledger, board and metrics on a clock of the test's own."""
 
-    def __init__(self, folder: Path, most: int = 100) -> None:
+    def __init__(self, folder: Path) -> None:
         self.now = 0.0
         self.left: list[tuple[str, int]] = []
         self.path = str(folder / "ledger.db")
@@ -42,7 +42,7 @@ class World:
         self.board = Board(self.clock)
         self.writer = Writer(self.ledger, self.board.commit, lambda: None, 8)
         self.flow = Pipeline(known_contracts(), Rate(0.0), self.board, None)
-        self.leaving = Leaving(self.board, self.writer, IDLE_S, most, lambda why, runs: self.left.append((why, runs)))
+        self.leaving = Leaving(self.board, self.writer, IDLE_S, 100, lambda why, runs: self.left.append((why, runs)))
         self.metrics = Metrics(self.board, Live(*[lambda: 0] * 4, self.clock, lambda: 0.0), "test")
         self._sample = 0
 
@@ -68,8 +68,10 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> "World":
-    return World(tmp_path)
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.close()
 
 
 def test_a_run_that_is_silent_leaves_and_what_the_ledger_holds_of_it_stays(world: World) -> None:
@@ -83,17 +85,15 @@ def test_a_run_that_is_silent_leaves_and_what_the_ledger_holds_of_it_stays(world
     assert (world.shown(), world.left) == ({"other"}, [("silent", 1)])
     assert {dict(labels).get("run_id") for _, labels in world.ledger.counters()} == {"other"}
     assert Reader(lambda: open_database(world.path, False)).run("run").totals.compared_tokens == RESPONSE
-    world.close()
 
 
-def test_beyond_a_number_the_run_that_was_silent_longest_leaves(tmp_path: Path) -> None:
-    world = World(tmp_path, most=2)
+def test_beyond_a_number_the_run_that_was_silent_longest_leaves(world: World) -> None:
+    world.leaving = Leaving(world.board, world.writer, IDLE_S, 2, lambda why, runs: world.left.append((why, runs)))
     for at, run_id in enumerate(("run", "other", "third", "run")):
         world.now = float(at)
         world.report(run_id)
     world.leaving.look()
     assert (world.shown(), world.left) == ({"run", "third"}, [("crowded", 1)])
-    world.close()
 
 
 def test_a_run_that_comes_back_counts_from_zero_and_a_restart_does_not_change_that(world: World) -> None:
@@ -109,7 +109,6 @@ def test_a_run_that_comes_back_counts_from_zero_and_a_restart_does_not_change_th
     kept = world.board.snapshot()
     rebuilt = Board.rebuilt(world.ledger.counters(), Reader(lambda: open_database(world.path, False)), 10).snapshot()
     assert (rebuilt.counters, rebuilt.sides) == (kept.counters, kept.sides)
-    world.close()
 
 
 def test_a_record_that_comes_while_the_run_is_about_to_leave_keeps_it(world: World) -> None:
@@ -131,7 +130,6 @@ def test_a_record_that_comes_while_the_run_is_about_to_leave_keeps_it(world: Wor
     assert world.shown() == {"run"}
     assert world.left == [("silent", 0)]
     assert world.board.snapshot().counters[COMPARED] == 3 * RESPONSE
-    world.close()
 
 
 def test_what_is_reported_in_the_transaction_in_which_a_run_leaves_is_counted_from_zero(world: World) -> None:
@@ -153,12 +151,10 @@ def test_what_is_reported_in_the_transaction_in_which_a_run_leaves_is_counted_fr
     world.now += 80.0
     assert world.board.snapshot().counters[COMPARED] == RESPONSE
     assert world.ledger.counters()[COMPARED] == RESPONSE
-    world.close()
 
 
-def test_no_setting_of_the_machines_clock_makes_a_run_silent(tmp_path: Path) -> None:
+def test_no_setting_of_the_machines_clock_makes_a_run_silent(world: World) -> None:
     """The ledger's clock is a year off at the second start; the run reports before and after."""
-    world = World(tmp_path)
     world.report()
     ledger = world.ledger
     for off in (0.0, 3e7, -3e7):
@@ -166,16 +162,13 @@ def test_no_setting_of_the_machines_clock_makes_a_run_silent(tmp_path: Path) -> 
         assert board.silences()["run"] < 1.0
         board.side_heard("run", "rollout", 1, off)
         assert board.silences()["run"] < 1.0
-    world.close()
 
 
-def test_without_a_time_no_run_leaves(tmp_path: Path) -> None:
-    world = World(tmp_path)
+def test_without_a_time_no_run_leaves(world: World) -> None:
     world.report()
     world.now = 1e9
     Leaving(world.board, world.writer, 0.0, 100, lambda why, runs: None).look()
     assert world.shown() == {"run"}
-    world.close()
 
 
 def alerts(folder: Path, world: World, minutes: int, act: Callable[[int], None], asked: list[int]) -> list[int]:
@@ -240,7 +233,6 @@ def test_old_findings_do_not_page_when_a_run_comes_back_and_new_ones_do(
 
     asked = [7, back + 1, back + 3, back + 8, back + 25, back + 42, back + 50]
     assert alerts(tmp_path, world, back + 60, act, asked) == [7, back + 42, back + 50]
-    world.close()
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing: make ops-tools")
@@ -253,7 +245,6 @@ def test_a_run_whose_first_word_after_a_silence_is_a_mismatch_pages(world: World
             world.report(mismatch=True)
 
     assert alerts(tmp_path, world, back + 10, act, [back - 3, back + 4]) == [back + 4]
-    world.close()
 
 
 def test_work_in_the_background_that_fails_is_tried_again_said_once_and_counted(

@@ -115,8 +115,10 @@ def outcomes(words: list[str], retry_s: float, root: Path, away: int = 0) -> lis
         lambda _: true_pair(root, "a"), conclude, lambda why: None,
     )  # fmt: skip
     queue.put(key(0), False)
-    assert concluded.wait(20)
-    pool.close()
+    try:
+        assert concluded.wait(20)
+    finally:
+        pool.close()
     return found
 
 

@@ -52,6 +52,7 @@ class World:
 
     def __init__(self, connect: Open, now: float = 0.0) -> None:
         self.now = now
+        self._closed = False
         self.ledger = Ledger(connect(True), lambda: self.now)
         self.reader = Reader(lambda: connect(False))
         self.board = Board()
@@ -75,12 +76,20 @@ class World:
         return found
 
     def close(self) -> None:
-        self.writer.close()
-        self.ledger.close()
+        if not self._closed:
+            self._closed = True
+            self.writer.close()
+            self.ledger.close()
 
 
-def test_a_sample_waits_so_long_and_no_longer(connect: Open) -> None:
+@pytest.fixture
+def world(connect: Open) -> Iterator[World]:
     world = World(connect)
+    yield world
+    world.close()
+
+
+def test_a_sample_waits_so_long_and_no_longer(connect: Open, world: World) -> None:
     world.report(*pair("both"))
     world.report(pair("a")[0], pair("b")[1])
     world.now = 50.0
@@ -103,8 +112,9 @@ def test_a_sample_waits_so_long_and_no_longer(connect: Open) -> None:
 
 
 @pytest.mark.parametrize("mismatch", [False, True])
-def test_a_side_that_comes_late_is_judged_as_if_in_time_and_counted_once(connect: Open, mismatch: bool) -> None:
-    world = World(connect)
+def test_a_side_that_comes_late_is_judged_as_if_in_time_and_counted_once(
+    connect: Open, world: World, mismatch: bool
+) -> None:
     rollout, trainer = pair("a")
     world.report(rollout)
     world.look(101.0)
@@ -124,8 +134,9 @@ def test_a_side_that_comes_late_is_judged_as_if_in_time_and_counted_once(connect
     verify(connect(False))
 
 
-def test_what_was_given_up_may_be_retired_and_its_late_side_has_nothing_to_be_compared_with(connect: Open) -> None:
-    world = World(connect)
+def test_what_was_given_up_may_be_retired_and_its_late_side_has_nothing_to_be_compared_with(
+    connect: Open, world: World
+) -> None:
     rollout, trainer = pair("a")
     world.report(rollout)
     assert evidence_before(world.reader, 1e9) == []
@@ -140,13 +151,15 @@ def test_what_was_given_up_may_be_retired_and_its_late_side_has_nothing_to_be_co
     verify(connect(False))
 
 
-def test_time_in_which_the_auditor_stood_still_counts_for_no_sample(connect: Open) -> None:
-    world = World(connect)
+def test_time_in_which_the_auditor_stood_still_counts_for_no_sample(
+    connect: Open, world: World, request: pytest.FixtureRequest
+) -> None:
     world.report(pair("a")[0])
     world.now = 60.0
     world.report(pair("b")[0])
     world.close()
     again = World(connect, now=10_060.0)
+    request.addfinalizer(again.close)
     again.look(10_061.0)
     assert again.reader.run("run").totals.verdicts == {"pending": 2}
     again.look(10_060.0 + 41.0)
@@ -154,7 +167,6 @@ def test_time_in_which_the_auditor_stood_still_counts_for_no_sample(connect: Ope
     again.report(pair("c")[0])
     again.look(10_060.0 + 101.0)
     assert again.reader.run("run").totals.verdicts == {"pending": 1, "not_comparable": 2}
-    again.close()
 
 
 def send(auditor: AuditorProcess, *records: Record) -> Any:
