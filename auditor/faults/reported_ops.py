@@ -66,7 +66,7 @@ class PairedRope(Reference):
         """As the reference's, on values in another order."""
         order = np.r_[0 : x.shape[2] : 2, 1 : x.shape[2] : 2]
         turned = Reference.rope(self, x[:, :, order].copy(), cos, sin, positions)
-        return turned[:, :, np.argsort(order)]
+        return np.ascontiguousarray(turned[:, :, np.argsort(order)])
 
 
 class RoundedParts(Reference):

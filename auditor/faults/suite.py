@@ -131,14 +131,15 @@ def on_ops(make: Callable[[World, Drawn, Decoder], Any]) -> Break:
     return wrong
 
 
-def _kv_of(world: World, decoder: Decoder, tokens: np.ndarray) -> Any:
+def kv_of(world: World, decoder: Decoder, tokens: np.ndarray) -> Any:
+    """Keys and values of each layer."""
     keeper = broken(KeepKv, decoder.reference)
     replace(decoder, reference=keeper).hidden([tokens])
     return tuple(keeper.kept)
 
 
 def _stale_prefix(world: World, s: Drawn, decoder: Decoder) -> Any:
-    old = _kv_of(world, world.decoder(s.version - 1), s.tokens)
+    old = kv_of(world, world.decoder(s.version - 1), s.tokens)
     return broken(WrongKv, decoder.reference, layers=old, first=0, last=s.prompt - 1)
 
 
@@ -146,7 +147,7 @@ def _updated_midway(world: World, s: Drawn) -> Logprobs:
     """New weights arrive while the sample is generated: old values and old keys before, new ones after."""
     half = s.prompt + (len(s.tokens) - s.prompt) // 2
     decoder, before = world.decoder(s.version), world.decoder(s.version - 1)
-    old = _kv_of(world, before, s.tokens)
+    old = kv_of(world, before, s.tokens)
     on_old = replace(decoder, reference=broken(WrongKv, decoder.reference, layers=old, first=0, last=half))
     cut = half - s.prompt + 1
     return np.concatenate([world.logprobs(before, s)[:cut], world.logprobs(on_old, s)[cut:]])
@@ -156,7 +157,7 @@ def _foreign_block(world: World, s: Drawn, decoder: Decoder) -> Any:
     """From a multiple of 64 on, one block of 16 holds another sequence's keys and values."""
     start = -(-(s.prompt + 4) // 64) * 64
     other = world.random.permutation(s.tokens)
-    return broken(WrongKv, decoder.reference, layers=_kv_of(world, decoder, other), first=start, last=start + 16)
+    return broken(WrongKv, decoder.reference, layers=kv_of(world, decoder, other), first=start, last=start + 16)
 
 
 def rotated(change: Callable[[World, Drawn, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Break:
