@@ -7,6 +7,7 @@ import argparse
 import gc
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -281,7 +282,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wait_for_eof(stop: threading.Event) -> None:
-    while sys.stdin.buffer.read(4096):
+    # Not sys.stdin: an interpreter that ends while a thread waits in its buffer aborts.
+    while os.read(0, 4096):
         pass
     stop.set()
 

@@ -4,7 +4,7 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,7 +58,12 @@ class SqliteDatabase:
         return sum(file.stat().st_size for file in files if file.exists())
 
     def close(self) -> None:
-        """Let go of the file and the lock."""
+        """Let go of the file and the lock. A writer leaves all in the one file, for whoever copies that one."""
+        if self._lock is not None:
+            # Not where the disk is full or somebody reads on: what the log beside the file holds is as durable.
+            with suppress(sqlite3.Error):
+                self._connection.execute("PRAGMA busy_timeout = 500")
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._connection.close()
         if self._lock is not None:
             os.close(self._lock)

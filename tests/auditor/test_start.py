@@ -1,9 +1,13 @@
 """The auditor starts at once, or says in one line why not, with exit code 2."""
 
+import json
 import os
+import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -19,6 +23,7 @@ from auditor.proto import audit_pb2 as pb
 from auditor.proto.audit_pb2_grpc import AuditServiceStub
 from tests.auditor.processes import REPOSITORY, running_auditor
 from tests.auditor.samples import pair
+from tests.auditor.test_survival import submit_pairs
 
 
 def refused(*flags: str) -> str:
@@ -75,6 +80,40 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 def test_a_ledger_has_one_auditor(tmp_path: Path) -> None:
     with running_auditor(tmp_path) as auditor:
         assert "is in use by another auditor" in refused("--ledger", str(auditor.ledger))
+
+
+@pytest.mark.parametrize("how", ["terminated", "left by its parent"])
+def test_it_ends_with_code_0_and_its_ledger_in_one_file(tmp_path: Path, how: str) -> None:
+    ports, ledger = tmp_path / "ports.json", tmp_path / "ledger.db"
+    command = [sys.executable, "-m", "auditor.main", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+    command += ["--ledger", str(ledger), "--ports-file", str(ports), "--stop-at-eof"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        while not ports.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        addresses = json.loads(ports.read_text())
+        with AuditClient(addresses["grpc"], "run", spool_dir=tmp_path / "spool") as client:
+            submit_pairs(client, range(5))
+        with urllib.request.urlopen(f"http://{addresses['http']}/api/v1/runs", timeout=5) as answer:
+            assert answer.status == 200  # a reader has the file open too
+        if how == "terminated":
+            process.terminate()
+            assert process.wait(20) == 0, process.stderr.read() if process.stderr else ""
+        else:
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+    (tmp_path / "copy").mkdir()
+    copy = shutil.copy(ledger, tmp_path / "copy" / "ledger.db")
+    done = subprocess.run(
+        [sys.executable, "-m", "auditor.verify", copy], cwd=REPOSITORY, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sqlite3.connect(copy).execute("SELECT count(*) FROM records").fetchone() == (10,)
 
 
 def test_a_file_that_is_no_ledger_is_not_overwritten(tmp_path: Path) -> None:
