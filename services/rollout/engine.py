@@ -2,7 +2,8 @@
 
 A strict engine proves itself before it samples for anybody: it generates a few tokens, asks every worker what served
 each op and how often, compares the weights in memory with the folder, and has the reference decoder recompute the
-tokens' logprobs to the bit. After every later call it looks at the counts again. EvidenceError if any of that fails.
+tokens' logprobs to the bit. After every later call it looks at the model and the counts again. EvidenceError if any of
+that fails. What a class's own code was changed to compute between two counted calls is for the auditor to find.
 """
 
 import os
@@ -64,7 +65,8 @@ class RolloutEngine:
         check_split(self._config, options)
         check_tensors(self._config, model)
         self._digest = weight_digest(model)
-        self._per_pass: list[dict[str, int]] = []
+        self._per_pass: list[dict[str, int]] = []  # calls that a pass implies on each rank, once the engine is proven
+        self._passes = 0  # since then
         self._device = usable_device(model_contract(options.profile, segments=options.segments))
         self._llm = _start(model, options, self._device)
         if self._contract is not None:
@@ -163,14 +165,15 @@ class RolloutEngine:
     def _run(self, prompts: Sequence[tuple[int, ...]], parameters: list[Any]) -> list[Any]:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = [output.outputs[0] for output in self._llm.generate(inputs, parameters, use_tqdm=False)]
-        self._require_whole_passes()
+        self._require_whole_passes(max((len(output.token_ids) for output in outputs), default=0))
         return outputs
 
-    def _require_whole_passes(self) -> None:
-        """Since the engine was proven, every op must have been ours in every forward pass; else EvidenceError."""
+    def _require_whole_passes(self, longest: int) -> None:
+        """Every op must have been ours in every forward pass, of which `longest` tokens took as many; EvidenceError."""
+        least = self._passes + longest
         for evidence, per_pass in zip(self.evidence(), self._per_pass, strict=False):
-            passes = evidence.calls().get(_ONCE_A_PASS, 0)
-            evidence.require({name: n * passes for name, n in per_pass.items()})
+            self._passes = max(evidence.calls().get(_ONCE_A_PASS, 0), least)
+            evidence.require({name: n * self._passes for name, n in per_pass.items()})
 
     def _check_prompt(self, i: int, prompt: tuple[int, ...], how: Sampling) -> None:
         room = self._options.max_model_len

@@ -1,4 +1,4 @@
-"""Proof that nothing foreign computes: every module is one of ours or a container, and every call was counted."""
+"""Evidence that nothing foreign computes: every module is one of ours or a container, and every call was counted."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from rl_kernel.errors import EvidenceError
+from rl_kernel.integrations.added_code import added_code
 from rl_kernel.integrations.megatron.attention import StrictCoreAttention, StrictSelfAttention
 from rl_kernel.integrations.megatron.linear import StrictColumnParallelLinear, StrictRowParallelLinear
 from rl_kernel.integrations.megatron.model_shape import Layout
@@ -53,15 +54,15 @@ _CONTAINERS: Final = frozenset(
 def refuse_foreign_modules(model: torch.nn.Module) -> None:
     """Raise EvidenceError unless every module below `model` is strict, a container, or a dropout that drops nothing.
 
-    The exact class counts: a subclass may compute anything. So may a hook, so a module may have none.
+    The exact class counts: a subclass may compute anything. So may a hook or a patched forward.
     """
     for path, module in model.named_modules():
         kind = type(module)
         idle = kind is torch.nn.Dropout and module.p == 0
         if path and kind not in _OURS and kind not in _CONTAINERS and not idle:
             raise EvidenceError(f"megatron: {path} is a {kind.__module__}.{kind.__name__}, which has no contract")
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-            raise EvidenceError(f"megatron: {path or 'the model'} has a hook, which may compute anything")
+        if added := added_code(module):
+            raise EvidenceError(f"megatron: {path or 'the model'} has {added}, which may compute anything")
 
 
 @dataclass(slots=True)

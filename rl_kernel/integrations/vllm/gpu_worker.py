@@ -18,7 +18,6 @@ class StrictGPUWorker(StrictCalls, Worker):
     """Builds its model out of strict layers and counts what serves every op, also when graphs are replayed."""
 
     _tally: GraphTally
-    _reported: set[str]
 
     def get_model(self) -> Any:
         """The model."""
@@ -29,7 +28,7 @@ class StrictGPUWorker(StrictCalls, Worker):
         check_engine(self.vllm_config)
         if not self.use_v2_model_runner:
             raise PlanError("on GPUs strict mode needs vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
-        self._tally, self._reported = GraphTally(torch.device("cuda")), set()
+        self._tally = GraphTally(torch.device("cuda"))
         self._runtime = make_runtime(self.vllm_config, torch.device("cuda"), self._tally)
         with strict_layers(self._runtime):
             super().load_model(load_dummy_weights=load_dummy_weights)
@@ -45,14 +44,12 @@ class StrictGPUWorker(StrictCalls, Worker):
             req_states=runner.req_states,
             num_speculative_tokens=runner.decode_query_len,
         )
-        self._look(runner.sampler, StrictGPUSampler)
+        self._look(StrictGPUSampler)
 
     def evidence(self) -> dict[str, Any]:
         """As on every device; a kernel in a captured graph that no op of ours launches is a foreign site."""
         for name in foreign_kernels(kernel for graph in self.graph_kernels() for kernel in graph):
-            if name not in self._reported:
-                self._reported.add(name)
-                self._runtime.plan.report_foreign("an unknown op", f"kernel {name} in a captured CUDA graph")
+            self._report("an unknown op", f"kernel {name} in a captured CUDA graph")
         return super().evidence()
 
     def graph_kernels(self) -> list[dict[str, int]]:

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.rotary_embedding import base as rotary_base
 from vllm.model_executor.layers.rotary_embedding import common as rotary_common
 from vllm.model_executor.models import llama, qwen2, qwen3
 
+from rl_kernel.integrations.added_code import added_code
 from rl_kernel.integrations.vllm.attention import StrictAttentionImpl
 from rl_kernel.integrations.vllm.layers import (
     StrictRMSNorm,
@@ -73,6 +74,8 @@ def foreign_sites(model: nn.Module, sampler: object, wanted: type) -> Iterator[t
             yield _op(module), f"{path or 'model'} ({fault})"
     if type(sampler) is not wanted:
         yield "linear_logp", f"the sampler ({_name(sampler)})"
+    elif isinstance(sampler, nn.Module) and (added := added_code(sampler)):
+        yield "linear_logp", f"the sampler ({_name(sampler)} with {added})"
 
 
 def expected_calls(
@@ -100,8 +103,8 @@ def expected_calls(
 def _fault(module: nn.Module) -> str | None:
     """Why `module` is foreign, or None."""
     kind = type(module)
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        return f"{_name(module)} with a patched forward or a hook"
+    if added := added_code(module):
+        return f"{_name(module)} with {added}"
     if kind in CONTAINERS or kind in STRICT_LAYERS:
         return None
     for kinds, part, ours in _PARTS:

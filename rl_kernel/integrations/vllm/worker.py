@@ -49,7 +49,7 @@ class StrictCPUWorker(StrictCalls, SeededCPUWorker):
         with strict_layers(self._runtime):
             super().load_model(load_dummy_weights=load_dummy_weights)
         self.model_runner.sampler = StrictSampler(self._runtime, self.model_config.get_vocab_size())
-        self._look(self.model_runner.sampler, StrictSampler)
+        self._look(StrictSampler)
 
 
 class NativeCPUWorker(NativeCalls, SeededCPUWorker):

@@ -22,21 +22,35 @@ class StrictCalls:
 
     vllm_config: Any
     model_config: Any
+    model_runner: Any
     _runtime: StrictRuntime
+    _wanted: type
+    _reported: set[tuple[str, str]]
 
     def get_model(self) -> Any:
         """The model; vLLM's worker has it."""
         raise NotImplementedError
 
-    def _look(self, sampler: object, wanted: type) -> None:
-        """Note whatever is not ours in the built model; EvidenceError if `enforce` was asked for."""
-        for op, where in foreign_sites(self.get_model(), sampler, wanted):
-            self._runtime.plan.report_foreign(op, where)
+    def _look(self, wanted: type) -> None:
+        """Look at the built model. wanted: the sampler's class. EvidenceError if `enforce` was asked for."""
+        self._wanted, self._reported = wanted, set()
+        self._look_again()
         if self.vllm_config.additional_config["rl_kernel"]["enforce"]:
             self._runtime.plan.evidence().refuse_foreign()
 
+    def _look_again(self) -> None:
+        """Note whatever is not ours now; what was noted once stays."""
+        for op, where in foreign_sites(self.get_model(), self.model_runner.sampler, self._wanted):
+            self._report(op, where)
+
+    def _report(self, op: str, where: str) -> None:
+        if (op, where) not in self._reported:
+            self._reported.add((op, where))
+            self._runtime.plan.report_foreign(op, where)
+
     def evidence(self) -> dict[str, Any]:
-        """What served each op on this rank since `reset_evidence` (fields of `Evidence`)."""
+        """What served each op on this rank since `reset_evidence`, and what ever was foreign (fields of `Evidence`)."""
+        self._look_again()
         return asdict(self._runtime.plan.evidence())
 
     def reset_evidence(self) -> None:

@@ -42,6 +42,23 @@ def test_a_hook_is_refused(model):
         score(model, samples(331))
 
 
+def test_a_patched_forward_is_refused(model):
+    norm = model.module.decoder.final_layernorm
+    theirs = norm.forward
+    norm.forward = lambda x: theirs(x) * 1.01
+    with pytest.raises(EvidenceError, match=r"decoder\.final_layernorm has a patched forward"):
+        score(model, samples(331))
+
+
+def test_a_hook_for_all_modules_is_refused(model):
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(EvidenceError, match="the model has a hook for all modules"):
+            score(model, samples(331))
+    finally:
+        hook.remove()
+
+
 def test_a_dropout_that_drops_is_refused(model):
     model.module.embedding.embedding_dropout.p = 0.1
     with pytest.raises(EvidenceError, match=r"embedding_dropout is a .*Dropout"):

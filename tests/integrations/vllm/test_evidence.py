@@ -62,7 +62,7 @@ def test_a_patched_forward_is_refused(make_engine, models, monkeypatch):
 
     original = LlamaAttention.__init__
     monkeypatch.setattr(LlamaAttention, "__init__", build)
-    with pytest.raises(EvidenceError, match="LlamaAttention with a patched forward or a hook"):
+    with pytest.raises(EvidenceError, match="LlamaAttention with a patched forward"):
         make_engine(models["llama"])
 
 
