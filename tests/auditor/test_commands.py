@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from auditor.client import AuditClient
 from auditor.dumps import read_dump, record_of
 from auditor.errors import RecordError
 from auditor.records import Record, RolloutRecord
@@ -60,6 +61,29 @@ def test_a_dump_is_audited(tmp_path: Path, kind: str) -> None:
         again = run("auditor.submit", str(file), "--address", auditor.grpc, "--run", "dumped")
         assert again.stdout.startswith("accepted 0, duplicate 10")
         assert auditor.get("/api/v1/runs/dumped")["by_verdict"] == {"match": 4, "mismatch": 1}
+
+
+def test_what_a_client_that_ended_left_on_disk_is_delivered_by_a_command(tmp_path: Path) -> None:
+    spool = tmp_path / "spool"
+    early = AuditClient("127.0.0.1:9", "run", spool_dir=spool)
+    for i in range(3):
+        early.submit_rollout(pair(str(i))[0])
+        early.submit_trainer(pair(str(i))[1])
+    assert early.close(timeout=2).spooled == 6
+    with running_auditor(tmp_path / "auditor") as auditor:
+        done = run("auditor.submit", str(spool), "--address", auditor.grpc)
+        assert (done.returncode, done.stdout) == (0, "accepted 6, duplicate 0, refused 0, not delivered 0\n"), (
+            done.stderr
+        )
+        assert auditor.get("/api/v1/runs/run")["by_verdict"] == {"match": 3}
+        again = run("auditor.submit", str(spool), "--address", auditor.grpc)
+        assert (again.returncode, again.stderr) == (2, f"submit: {spool} holds no batch of a client's spool\n")
+
+
+def test_a_dump_needs_the_name_of_its_run(tmp_path: Path) -> None:
+    done = run("auditor.submit", str(dump(tmp_path / "d.jsonl", 1)), "--address", "127.0.0.1:9")
+    assert done.returncode == 2
+    assert "--run is needed" in done.stderr
 
 
 def test_decimal_numbers_keep_their_bits(tmp_path: Path) -> None:
