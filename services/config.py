@@ -6,19 +6,40 @@ Every field carries its meaning and unit, from which `--help` is printed (`descr
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from services.errors import ConfigError
+from services.yaml_tree import read_yaml
 
 Numerics = Literal["strict", "native"]
+MIN_TEMPERATURE: Final = 0.01  # of vLLM, which raises a lower one to it without a word
+
+# Nothing here allocates before `services.preflight` has compared it with the machine; these bounds keep what is
+# compared, and what is only waited for, within reason.
+_COUNT, _MANY, _MIB, _SECONDS = 2**31 - 1, 1_000_000, 2**24, 7 * 86_400
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("no_boolean", "input should be a number, not a boolean")
+    return value
+
+
+def _pair(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise PydanticCustomError("pair", "input should be two numbers, such as [0.9, 0.99]")
+    return value
+
+
 # Not strict: YAML reads 1e-6 (no dot) as a string.
-Real = Annotated[float, Field(strict=False)]
+Real = Annotated[float, Field(strict=False), BeforeValidator(_no_boolean)]
+Decay = Annotated[Real, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -26,19 +47,27 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    @field_validator("*")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """Neither a file nor an address has a control character or half a surrogate pair in its name."""
+        if isinstance(value, str) and any(c < " " or c == "\x7f" or "\ud800" <= c <= "\udfff" for c in value):
+            raise PydanticCustomError("text", "use characters that can be printed only")
+        return value
+
 
 class Run(Section):
     """What is run, and where its results go."""
 
-    steps: int = Field(default=5, ge=1, description="RL steps; with --resume the step to stop at")
-    seed: int = Field(default=1, ge=0, description="prompts and sampling draw from it")
+    steps: int = Field(default=5, ge=1, le=_COUNT, description="RL steps; with --resume the step to stop at")
+    seed: int = Field(default=1, ge=0, le=2**63 - 1, description="prompts and sampling draw from it")
     name: str = Field(
         default="",
         description="its run ids begin with it and a dot, so that an auditor's token can be for them (NAME.*)",
     )
     directory: str = Field(default="runs", description="each run gets a folder here, and `latest` points at the newest")
     checkpoint_every: int = Field(
-        default=0, ge=0, description="steps between checkpoints (for --resume); 0 writes none"
+        default=0, ge=0, le=_COUNT, description="steps between checkpoints (for --resume); 0 writes none"
     )
 
     @field_validator("name")
@@ -67,8 +96,10 @@ class Strictness(Section):
         default="strict", description="strict: every op by contract; native: stock vLLM and Megatron"
     )
     profile: str = Field(default="portable", description="MMA and exp2 model; portable = fma32 + poly")
-    segments: int = Field(default=1, ge=1, description="parts of each row-parallel sum; both TP sizes must divide it")
-    threads: int = Field(default=2, ge=1, description="CPU threads of each engine (the two take turns)")
+    segments: int = Field(
+        default=1, ge=1, le=1024, description="parts of each row-parallel sum; both TP sizes must divide it"
+    )
+    threads: int = Field(default=2, ge=1, le=1024, description="CPU threads of each engine (the two take turns)")
 
 
 class Task(Section):
@@ -77,38 +108,49 @@ class Task(Section):
     name: Literal["arithmetic", "tokens"] = Field(
         default="arithmetic", description="tokens needs no tokenizer (tiny models)"
     )
-    prompts_per_step: int = Field(default=8, ge=1, description="different prompts a step")
-    samples_per_prompt: int = Field(default=8, ge=2, description="answers to each; their mean is the baseline (GRPO)")
-    shots: int = Field(default=2, ge=0, description="worked examples in each prompt")
+    prompts_per_step: int = Field(default=8, ge=1, le=100_000, description="different prompts a step")
+    samples_per_prompt: int = Field(
+        default=8, ge=2, le=10_000, description="answers to each; their mean is the baseline (GRPO)"
+    )
+    shots: int = Field(default=2, ge=0, le=10_000, description="worked examples in each prompt")
 
 
 class Rollout(Section):
     """The engine that samples: vLLM."""
 
-    tp_size: int = Field(default=1, ge=1, description="tensor-parallel ranks")
-    temperature: Real = Field(default=1.0, gt=0, description="of sampling, and of every logprob")
-    max_new_tokens: int = Field(default=6, ge=1, description="a response is cut after that many tokens")
-    max_model_len: int = Field(default=256, ge=16, description="prompt and response, in tokens")
-    max_num_seqs: int = Field(default=64, ge=1, description="sequences that vLLM decodes side by side")
-    kv_cache_mb: int = Field(default=128, ge=1, description="memory for keys and values, MiB")
+    tp_size: int = Field(default=1, ge=1, le=1024, description="tensor-parallel ranks")
+    temperature: Real = Field(
+        default=1.0,
+        ge=MIN_TEMPERATURE,
+        le=1000,
+        description=f"of sampling, and of every logprob; {MIN_TEMPERATURE} is the lowest that vLLM has",
+    )
+    max_new_tokens: int = Field(default=6, ge=1, le=_COUNT, description="a response is cut after that many tokens")
+    max_model_len: int = Field(default=256, ge=16, le=_COUNT, description="prompt and response, in tokens")
+    max_num_seqs: int = Field(default=64, ge=1, le=16_384, description="sequences that vLLM decodes side by side")
+    kv_cache_mb: int = Field(default=128, ge=1, le=_MIB, description="memory for keys and values, MiB")
     prefix_caching: bool = Field(default=True, description="share keys and values of equal prompt prefixes")
 
 
 class Trainer(Section):
     """The engine that learns: Megatron-core, GRPO with PPO's clip and a token-level mean, AdamW with fp32 masters."""
 
-    tp_size: int = Field(default=1, ge=1, description="tensor-parallel ranks, one process each")
-    learning_rate: Real = Field(default=1e-5, ge=0, description="of AdamW; 0 changes nothing, for audits")
-    warmup_updates: int = Field(default=0, ge=0, description="updates over which the rate rises from 0")
-    decay_updates: int = Field(default=0, ge=0, description="updates over which it then falls to 0; 0: it stays")
-    weight_decay: Real = Field(default=0.0, ge=0, description="of AdamW")
-    betas: tuple[Real, Real] = Field(default=(0.9, 0.99), strict=False, description="of AdamW")
+    tp_size: int = Field(default=1, ge=1, le=1024, description="tensor-parallel ranks, one process each")
+    learning_rate: Real = Field(default=1e-5, ge=0, le=1, description="of AdamW; 0 changes nothing, for audits")
+    warmup_updates: int = Field(default=0, ge=0, le=_COUNT, description="updates over which the rate rises from 0")
+    decay_updates: int = Field(
+        default=0, ge=0, le=_COUNT, description="updates over which it then falls to 0; 0: it stays"
+    )
+    weight_decay: Real = Field(default=0.0, ge=0, le=100, description="of AdamW")
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_pair)] = Field(
+        default=(0.9, 0.99), strict=False, description="of AdamW, each from 0 to below 1"
+    )
     clip_low: Real = Field(default=0.2, gt=0, lt=1, description="PPO: the ratio is clipped below at 1 - clip_low")
-    clip_high: Real = Field(default=0.2, gt=0, description="PPO: the ratio is clipped above at 1 + clip_high")
-    max_grad_norm: Real = Field(default=1.0, gt=0, description="gradients are scaled down to this L2 norm")
-    updates_per_step: int = Field(default=1, ge=1, description="optimizer steps on each batch")
+    clip_high: Real = Field(default=0.2, gt=0, le=1000, description="PPO: the ratio is clipped above at 1 + clip_high")
+    max_grad_norm: Real = Field(default=1.0, gt=0, le=1e9, description="gradients are scaled down to this L2 norm")
+    updates_per_step: int = Field(default=1, ge=1, le=1000, description="optimizer steps on each batch")
     micro_batch_tokens: int = Field(
-        default=1024, ge=16, description="tokens in one forward and backward; changes no bit under fma32"
+        default=1024, ge=16, le=_COUNT, description="tokens in one forward and backward; changes no bit under fma32"
     )
 
 
@@ -118,9 +160,9 @@ class Weights(Section):
     directory: str = Field(
         default="", description="where versions are published, in a folder for each run; empty: in the run's own"
     )
-    keep: int = Field(default=3, ge=2, description="versions that stay on disk in any case")
+    keep: int = Field(default=3, ge=2, le=_MANY, description="versions that stay on disk in any case")
     keep_waiting: int = Field(
-        default=10, ge=2, description="and at most so many while the auditor has work left on them"
+        default=10, ge=2, le=_MANY, description="and at most so many while the auditor has work left on them"
     )
 
 
@@ -135,9 +177,11 @@ class Auditor(Section):
     grpc_port: int = Field(default=0, ge=0, le=65535, description="of the own auditor; 0: any free port")
     http_port: int = Field(default=0, ge=0, le=65535, description="of the own auditor; 0: any free port")
     queue_size: int = Field(
-        default=4096, ge=1, description="records that wait in memory before they go to the spool on disk"
+        default=4096, ge=1, le=_MANY, description="records that wait in memory before they go to the spool on disk"
     )
-    settle_seconds: Real = Field(default=120.0, ge=0, description="at the end: how long to wait for verdicts")
+    settle_seconds: Real = Field(
+        default=120.0, ge=0, le=_SECONDS, description="at the end: how long to wait for verdicts"
+    )
     restart: bool = Field(default=True, description="start the own auditor again, on the same ledger, when it dies")
     token_file: str = Field(default="", description="file with the bearer token of a running auditor")
     tls_ca: str = Field(default="", description="PEM authority of a running auditor's certificate; empty: plain text")
@@ -152,9 +196,9 @@ class Ray(Section):
         default="", description="of a running cluster; empty: start a local one (or join the job's own)"
     )
     wait_seconds: Real = Field(
-        default=120.0, ge=0, description="how long to wait for free CPUs in a cluster that is busy"
+        default=120.0, ge=0, le=_SECONDS, description="how long to wait for free CPUs in a cluster that is busy"
     )
-    object_store_mb: int = Field(default=100, ge=76, description="of a local cluster, MiB")
+    object_store_mb: int = Field(default=100, ge=76, le=_MIB, description="of a local cluster, MiB")
     dashboard: bool = Field(default=False, description="of a local cluster")
 
 
@@ -191,7 +235,7 @@ def build_config(tree: Mapping[str, Any], source: str = "the config") -> Config:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{source}: {key} = {first['input']!r}: {_lower(first['msg'])}") from None
+        raise ConfigError(f"{source}: {key} = {_shown(first['input'])}: {_lower(first['msg'])}") from None
 
 
 def describe() -> str:
@@ -208,13 +252,12 @@ def describe() -> str:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"config file {file} does not exist; deploy/configs/ has some to start from") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {file} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file {file} is not YAML: {' '.join(str(error).split())}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config file {str(file)!r} cannot be read: {error}") from None
+    tree = read_yaml(text, f"config file {file}")
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -225,17 +268,14 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 def _set(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {override!r} has no key or no value; write it like --set run.steps=10")
+        raise ConfigError(f"--set {_shown(override)} has no key or no value; write it like --set run.steps=10")
     *parents, last = key.strip().split(".")
     for parent in parents:
         inner = tree.setdefault(parent, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override!r}: {parent} is a value, not a section")
+            raise ConfigError(f"--set {_shown(override)}: {parent} is a value, not a section")
         tree = inner
-    try:
-        tree[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override!r}: the value is not YAML") from None
+    tree[last] = read_yaml(text, f"the value of --set {_shown(override)}")
 
 
 def _refuse_unknown(tree: Mapping[str, Any], section: type[BaseModel], prefix: str, source: str) -> None:
@@ -244,11 +284,11 @@ def _refuse_unknown(tree: Mapping[str, Any], section: type[BaseModel], prefix: s
         if key not in section.model_fields:
             known = list(_keys())
             near = difflib.get_close_matches(path, known, 1, 0.0) if prefix else _near_section(str(key))
-            raise ConfigError(f"{source}: unknown key {path!r}; the nearest known key is {near[0]!r}")
+            raise ConfigError(f"{source}: unknown key {_shown(path)}; the nearest known key is {near[0]!r}")
         annotation = section.model_fields[key].annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{source}: {path} = {value!r} should be a section with keys")
+                raise ConfigError(f"{source}: {path} = {_shown(value)} should be a section with keys")
             _refuse_unknown(value, annotation, f"{path}.", source)
 
 
@@ -270,6 +310,19 @@ def _section(annotation: Any) -> type[BaseModel]:
     assert isinstance(annotation, type)
     assert issubclass(annotation, BaseModel)
     return annotation
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+_SHORT.maxlevel = 3
+
+
+def _shown(value: object) -> str:
+    """As Python writes it, cut short: what a person mistyped, or a megabyte that was meant for another key."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a number too long to show"
 
 
 def _lower(text: str) -> str:

@@ -41,7 +41,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(override, nearest)
     [
         ("rollout.tp_size=0", "rollout.tp_size = 0: input should be greater than or equal to 1"),
         ("rollout.tp_size='2'", "rollout.tp_size = '2': input should be a valid integer"),
-        ("rollout.temperature=0", "rollout.temperature = 0: input should be greater than 0"),
+        ("rollout.temperature=0", "rollout.temperature = 0: input should be greater than or equal to 0.01"),
+        ("rollout.temperature=0.001", "rollout.temperature = 0.001: input should be greater than or equal to 0.01"),
         ("auditor.recompute_rate=1.5", "auditor.recompute_rate = 1.5: input should be less than or equal to 1"),
         ("numerics.mode=fast", "numerics.mode = 'fast': input should be 'strict' or 'native'"),
         ("task.samples_per_prompt=1", "task.samples_per_prompt = 1: input should be greater than or equal to 2"),
@@ -49,6 +50,25 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(override, nearest)
         ("trainer.learning_rate=.inf", "trainer.learning_rate = inf: input should be a finite number"),
         ("rollout", "has no key or no value"),
         ("run.name=a/b", "run.name = 'a/b': use up to 64 letters, digits, '.', '_' and '-', the first a letter"),
+        ("trainer.betas=[0.9, 1.0]", "trainer.betas.1 = 1.0: input should be less than 1"),
+        ("trainer.betas=[-0.1, 0.9]", "trainer.betas.0 = -0.1: input should be greater than or equal to 0"),
+        ("trainer.betas=[0.9]", "trainer.betas = [0.9]: input should be two numbers, such as [0.9, 0.99]"),
+        ("trainer.betas=!!set {0.9, 0.8}", "input should be two numbers, such as [0.9, 0.99]"),
+        ("trainer.betas=[true, 0.9]", "trainer.betas.0 = True: input should be a number, not a boolean"),
+        ("trainer.learning_rate=true", "trainer.learning_rate = True: input should be a number, not a boolean"),
+        ("run.steps=true", "run.steps = True: input should be a valid integer"),
+        ("numerics.threads=1000000", "numerics.threads = 1000000: input should be less than or equal to 1024"),
+        ("task.shots=100000000", "task.shots = 100000000: input should be less than or equal to 10000"),
+        ("run.seed=0x" + "f" * 5000, "run.seed = a number too long to show: input should be less than or equal to"),
+        ("run.seed=" + "1" * 5000, "holds a value that cannot be read: Exceeds the limit (4300 digits)"),
+        ("run.name=2026-99-99", "holds a value that cannot be read: month must be in 1..12"),
+        ("run.seed=[", "the value of --set 'run.seed=[' is not YAML"),
+        ("run=" + "[" * 5000, "is nested too deeply"),
+        ("run={steps: 1, steps: 2}", "key 'steps' is there twice, in lines 1 and 1; keep one"),
+        ('run.directory="a\\0b"', r"run.directory = 'a\x00b': use characters that can be printed only"),
+        ('auditor.token_file="a\\nb"', r"auditor.token_file = 'a\nb': use characters that can be printed only"),
+        ('model.path="\\ud800"', r"model.path = '\ud800': use characters that can be printed only"),
+        ("model.path=[" + "a, " * 100_000 + "a]", "model.path = ['a', 'a', 'a', 'a', 'a', 'a', ...]: input should be"),
     ],
 )
 def test_a_value_that_cannot_be_right_is_refused_in_one_line(override, says):
@@ -56,6 +76,17 @@ def test_a_value_that_cannot_be_right_is_refused_in_one_line(override, says):
         load_config(None, [override])
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_every_number_of_the_tree_has_a_bound_on_either_side():
+    for section, field in Config.model_fields.items():
+        for key, inner in field.annotation.model_fields.items():
+            if inner.annotation not in (int, float):
+                continue
+            bounds = {name for one in inner.metadata for name in ("ge", "gt", "le", "lt") if hasattr(one, name)}
+            assert bounds & {"ge", "gt"}, f"{section}.{key} has no least value"
+            assert bounds & {"le", "lt"}, f"{section}.{key} has no greatest value"
 
 
 def test_a_number_that_yaml_takes_for_a_string_is_a_number():
@@ -70,13 +101,31 @@ def test_overrides_win_over_the_file_and_leave_the_rest_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("run: [", "is not YAML"), ("- 1", "holds a list"), ("\xff", "cannot be read")]
+    ("text", "says"),
+    [
+        ("run: [", "is not YAML"),
+        ("- 1", "holds a list"),
+        ("\xff", "cannot be read"),
+        ("\x00", "is not YAML"),
+        ("run: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
+        ("run:\n" + "".join(" " * i + "a:\n" for i in range(1, 2000)), "is nested too deeply"),
+        ("run: {steps: !!bool maybe}", "holds a value that cannot be read: 'maybe'"),
+        ("run:\n  steps: 1\n  seed: 2\n  steps: 3\n", r"c\.yaml: key 'steps' is there twice, in lines 2 and 4; keep"),
+        ("run: {}\nray: {}\nrun: {}\n", "key 'run' is there twice, in lines 1 and 3; keep one"),
+    ],
 )
 def test_a_file_that_is_no_tree_is_refused(tmp_path, text, says):
     file = tmp_path / "c.yaml"
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=says):
         load_config(file)
+
+
+def test_a_merged_section_may_repeat_what_it_changes(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("rollout: &both {tp_size: 2}\ntrainer: {<<: *both, tp_size: 1}\n")
+    config = load_config(file)
+    assert (config.rollout.tp_size, config.trainer.tp_size) == (2, 1)
 
 
 def test_a_missing_file_is_named():
