@@ -1,7 +1,8 @@
 """What the loop asks of the two engines. `rollout.engine` and `trainer.engine` fulfil it; the actors add Ray around it.
 
 An engine is made once, holds one model, and is called by one thread. Weights come from a published folder; `load`
-and `export` return the digest of the tensors that the engine computes with, un-fused to Hugging Face names.
+and `export` return the digest of the tensors that the engine computes with, un-fused to Hugging Face names. (Stock vLLM
+keeps no readable copy of some; a native rollout engine returns the digest of what it handed to vLLM's loader.)
 """
 
 from collections.abc import Sequence

@@ -114,13 +114,6 @@ class RolloutEngine:
         self._digest = digest
         return digest
 
-    def load_weights(self, folder: Path, digest: str) -> None:
-        """As `load`; WeightDigestError, with the old weights kept, if `folder` does not have the announced digest."""
-        found = weight_digest(folder)
-        if found != digest:
-            raise WeightDigestError(f"{folder}: weight digest is {found}, announced was {digest}")
-        self.load(folder)
-
     def generate(self, prompts: Sequence[tuple[int, ...]], sampling: Sequence[Sampling]) -> list[Generated]:
         """One response a prompt, in order. A prompt may come more than once, with another seed.
 
