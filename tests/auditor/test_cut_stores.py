@@ -1,7 +1,9 @@
 """The auditor is cut from its database and from its object store, on the network; both are real."""
 
+import json
 import threading
 import time
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +92,19 @@ def test_a_minutes_cut_from_postgresql_loses_nothing_counts_nothing_twice_and_he
     assert "Traceback" not in log
 
 
+def test_a_name_that_postgresql_cannot_take_is_refused_before_it_is_asked(
+    tmp_path: Path, postgres: PostgresServer
+) -> None:
+    postgres.fresh_database()
+    with running_auditor(tmp_path, "--ledger", postgres.url) as auditor:
+        for path in ("runs/a%00b", "runs/run/samples/0/%00", "runs/run/steps/0/samples?after=%00"):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                auditor.get(f"/api/v1/{path}")
+            assert (refused.value.code, json.load(refused.value)["code"]) == (422, "invalid_request")
+        assert auditor.stop() == 0
+
+
+@pytest.mark.timeout(60)
 def test_a_stopped_postgresql_fails_the_statement_and_is_taken_up_again(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

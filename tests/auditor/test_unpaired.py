@@ -134,6 +134,17 @@ def test_a_side_that_comes_late_is_judged_as_if_in_time_and_counted_once(
     verify(connect(False))
 
 
+def test_a_side_that_comes_while_its_sample_is_about_to_be_given_up_is_in_time(connect: Open, world: World) -> None:
+    rollout, trainer = pair("a")
+    world.report(rollout)
+    (key,) = world.reader.pending_since(101.0, 9)
+    world.report(trainer)
+    world.writer.submit(lambda unit: world.flow.give_up(unit, [key])).result()
+    assert world.reader.run("run").totals.verdicts == {"match": 1}
+    assert world.counter("unpaired_samples") == {}
+    verify(connect(False))
+
+
 def test_what_was_given_up_may_be_retired_and_its_late_side_has_nothing_to_be_compared_with(
     connect: Open, world: World
 ) -> None:
