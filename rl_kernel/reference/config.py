@@ -1,15 +1,24 @@
 """What the contract needs to know of a decoder, read from a Hugging Face config.json."""
 
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rl_kernel.errors import ModelError
 from rl_kernel.reference.rope_table import rope_digest
 from rl_kernel.reference.weights import read_json
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_MOST: Final = 2**31 - 1
+# Positions are the one size that no tensor of the model bounds, and there is a row of the RoPE table for each.
+_MOST_POSITIONS: Final = 2**24
+_FULL: Final = "full_attention"
+_PLAIN_ROPE: Final = "default"
+
+Raw = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +61,8 @@ class DecoderConfig:
             raise ModelError(f"{folder}/config.json: {error}") from None
 
     @classmethod
-    def _from_dict(cls, raw: Mapping[str, Any]) -> "DecoderConfig":
-        model_type = raw["model_type"]
-        if model_type not in ARCHITECTURES:
-            raise ModelError(
-                f"architecture {model_type!r} has no contract; there is one for {', '.join(ARCHITECTURES)}"
-            )
+    def _from_dict(cls, raw: Raw) -> "DecoderConfig":
+        model_type = _architecture(raw)
         for key, allowed in (
             ("attention_bias", (False, None)),
             ("mlp_bias", (False, None)),
@@ -66,28 +71,109 @@ class DecoderConfig:
             ("quantization_config", (None,)),
         ):
             if raw.get(key) not in allowed:
-                raise ModelError(f"{key}={raw[key]!r} has no contract; it must be {allowed[0]!r}")
-        rope = dict(raw.get("rope_parameters") or {})
-        theta = raw.get("rope_theta", rope.pop("rope_theta", None))
-        if theta is None:
-            raise KeyError("rope_theta")
-        scaling = raw.get("rope_scaling") or rope or None
-        kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-        if kind != "default":
-            raise ModelError(f"rope_scaling type {kind!r} has no contract; it must be 'default'")
-        heads = int(raw["num_attention_heads"])
+                raise ModelError(f"{key}={_shown(raw[key])} has no contract; it must be {allowed[0]!r}")
+        hidden, heads, layers = (_count(raw, k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        kv_heads = _count(raw, "num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise ModelError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+        head_dim = _count(raw, "head_dim", default=hidden // heads)
+        if head_dim < 2 or head_dim % 2:
+            raise ModelError(f"head_dim={head_dim} has no contract; RoPE turns pairs, so it must be even")
+        _refuse_other_attention(raw, layers)
         return cls(
             model_type=model_type,
-            vocab=int(raw["vocab_size"]),
-            hidden=int(raw["hidden_size"]),
-            intermediate=int(raw["intermediate_size"]),
-            layers=int(raw["num_hidden_layers"]),
+            vocab=_count(raw, "vocab_size"),
+            hidden=hidden,
+            intermediate=_count(raw, "intermediate_size"),
+            layers=layers,
             heads=heads,
-            kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-            rms_norm_eps=float(raw["rms_norm_eps"]),
-            rope_theta=float(theta),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=_positive(raw, "rms_norm_eps"),
+            rope_theta=_theta(raw),
             rope_scaling=None,
-            max_position=int(raw["max_position_embeddings"]),
-            tied=bool(raw.get("tie_word_embeddings", False)),
+            max_position=_count(raw, "max_position_embeddings", most=_MOST_POSITIONS),
+            tied=_flag(raw, "tie_word_embeddings"),
         )
+
+
+def _architecture(raw: Raw) -> str:
+    model_type = raw["model_type"]
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"architecture {_shown(model_type)} has no contract; there is one for {', '.join(ARCHITECTURES)}"
+        )
+    wanted = [ARCHITECTURES[model_type]]
+    if raw.get("architectures") not in (None, wanted):
+        raise ModelError(f"architectures={_shown(raw['architectures'])} has no contract; it must be {wanted}")
+    return model_type
+
+
+def _refuse_other_attention(raw: Raw, layers: int) -> None:
+    kinds = raw.get("layer_types")
+    if kinds is not None and kinds != [_FULL] * layers:
+        raise ModelError(
+            f"layer_types={_shown(kinds)} has no contract; it must be {_FULL!r} for each of the {layers} layers"
+        )
+
+
+def _theta(raw: Raw) -> float:
+    """RoPE's base, which may stand in more than one place."""
+    places = {"the config": raw} | {name: _plain_rope(name, raw) for name in ("rope_parameters", "rope_scaling")}
+    _refuse_partial(raw)
+    found = {name: _positive(it, "rope_theta") for name, it in places.items() if it.get("rope_theta") is not None}
+    if not found:
+        raise KeyError("rope_theta")
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{theta:g} in {name}" for name, theta in found.items())
+        raise ModelError(f"rope_theta contradicts itself: {said}; keep the one that the model was trained with")
+    return next(iter(found.values()))
+
+
+def _plain_rope(name: str, raw: Raw) -> Raw:
+    """The object `name`, which may not be there, and must not ask for another RoPE than the plain one."""
+    rope = raw.get(name) or {}
+    if not isinstance(rope, dict):
+        raise ModelError(f"{name}={_shown(rope)} must be an object, or null for plain RoPE")
+    for key in ("rope_type", "type"):
+        if rope.get(key) not in (None, _PLAIN_ROPE):
+            raise ModelError(f"{name} type {_shown(rope[key])} has no contract; it must be {_PLAIN_ROPE!r}")
+    _refuse_partial(rope)
+    for key in sorted(rope.keys() - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}):
+        raise ModelError(f"{name} has {_shown(key)}, which has no contract; plain RoPE has a rope_theta and no more")
+    return rope
+
+
+def _refuse_partial(rope: Raw) -> None:
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ModelError(f"partial_rotary_factor={_shown(rope['partial_rotary_factor'])} has no contract; it must be 1")
+
+
+def _count(raw: Raw, key: str, *, default: int | None = None, most: int = _MOST) -> int:
+    """A whole number from 1; `default`, where there is one, stands for null and for a key that is not there."""
+    value = raw[key] if default is None else raw.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or not 1 <= value <= most:
+        raise ModelError(f"{key}={_shown(value)} must be a whole number from 1 to {most}")
+    return value
+
+
+def _positive(raw: Raw, key: str) -> float:
+    value = raw[key]
+    number = float(value) if type(value) is float or (type(value) is int and abs(value) < 2**64) else math.nan
+    if not 0 < number < math.inf:
+        raise ModelError(f"{key}={_shown(value)} must be a number above 0")
+    return number
+
+
+def _flag(raw: Raw, key: str) -> bool:
+    value = raw.get(key)
+    if not isinstance(value, bool | None):
+        raise ModelError(f"{key}={_shown(value)} must be true or false")
+    return bool(value)
+
+
+def _shown(value: object) -> str:
+    """As Python writes it, cut short."""
+    return reprlib.repr(value)

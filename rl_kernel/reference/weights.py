@@ -7,8 +7,9 @@ file repeats it changes nothing.
 
 import hashlib
 import json
+import math
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; expected a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
@@ -77,32 +78,63 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _map_file(path: Path) -> Mapping[str, tuple[str, Array]]:
-    with path.open("rb") as file:
-        try:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:
-            raise ModelError(f"{path} is empty") from None
+    mapped = _map_bytes(path)
     if len(mapped) < 8:
         raise ModelError(f"{path} is cut off: {len(mapped)} bytes")
     length = int.from_bytes(mapped[:8], "little")
     if length > min(_MAX_HEADER, len(mapped) - 8):
         raise ModelError(f"{path} is not a safetensors file, or it is cut off: its header claims {length} bytes")
     try:
-        header = json.loads(mapped[8 : 8 + length])
+        header = json.loads(mapped[8 : 8 + length], object_pairs_hook=_each_name_once)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        return {name: _tensor(path, mapped, 8 + length, name, entry) for name, entry in entries.items()}
+        tensors = {name: _tensor(path, mapped, 8 + length, name, entry) for name, entry in entries.items()}
+        _refuse_overlaps_and_holes(path, entries, len(mapped) - 8 - length)
+        return tensors
     except ModelError:
         raise
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} has a malformed safetensors header: {error}") from None
+
+
+def _map_bytes(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError:
+        raise ModelError(f"{path} is empty") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _each_name_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
 
 
 def _tensor(path: Path, mapped: mmap.mmap, start: int, name: str, entry: Mapping[str, Any]) -> tuple[str, Array]:
     dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
         raise ModelError(f"{path}: tensor {name!r} is {entry['dtype']}; there is a contract for {', '.join(_DTYPES)}")
-    (first, last), shape = entry["data_offsets"], tuple(int(d) for d in entry["shape"])
-    count = int(np.prod(shape, dtype=np.int64))
-    if first < 0 or last - first != count * dtype.itemsize or start + last > len(mapped):
+    (first, last), shape = entry["data_offsets"], tuple(entry["shape"])
+    if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
+        raise ModelError(f"{path} is malformed at tensor {name!r}: its shape and offsets must be whole numbers from 0")
+    count = math.prod(shape)
+    if last - first != count * dtype.itemsize or start + last > len(mapped):
         raise ModelError(f"{path} is cut off or malformed at tensor {name!r}")
     return entry["dtype"], np.frombuffer(mapped, dtype, count, start + first).reshape(shape)
+
+
+def _refuse_overlaps_and_holes(path: Path, entries: Mapping[str, Mapping[str, Any]], size: int) -> None:
+    """The format wants each byte behind the header to be of one tensor."""
+    end, before = 0, ""
+    for (first, last), name in sorted((tuple(entry["data_offsets"]), name) for name, entry in entries.items()):
+        if first < end:
+            raise ModelError(f"{path}: tensor {name!r} begins at byte {first}, inside tensor {before!r}")
+        if first > end:
+            raise ModelError(f"{path}: bytes {end} to {first}, before tensor {name!r}, are of no tensor")
+        end, before = last, name
+    if end < size:
+        raise ModelError(f"{path}: {size - end} bytes after the last tensor are of no tensor")

@@ -25,6 +25,7 @@ from rl_kernel.ops import arch_of, usable_device
 from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.weights import weight_digest
+from services.config import MIN_TEMPERATURE
 from services.engines import EngineFacts, Generated
 from services.records import Logprobs, Sampling
 from services.rollout.options import EngineOptions, check_split, check_tensors, thread_binding
@@ -33,7 +34,6 @@ __all__ = ["EngineOptions", "RolloutEngine"]
 
 _WARM_UP_PROMPT: Final = 5  # tokens; and so many new ones
 _WARM_UP_TOKENS: Final = 3
-_MIN_TEMPERATURE: Final = 0.01  # of vLLM
 _ONCE_A_PASS: Final = "embedding.embedding"
 _VOCAB_TILE: Final = 64  # vLLM pads the vocabulary to a multiple of it, as the contract does
 
@@ -170,9 +170,9 @@ class RolloutEngine:
 
     def _check_prompt(self, i: int, prompt: tuple[int, ...], how: Sampling) -> None:
         room = self._options.max_model_len
-        if 0 < how.temperature < _MIN_TEMPERATURE:
+        if 0 < how.temperature < MIN_TEMPERATURE:
             raise ShapeError(
-                f"prompt {i}: temperature {how.temperature} is below {_MIN_TEMPERATURE}, to which vLLM would raise it "
+                f"prompt {i}: temperature {how.temperature} is below {MIN_TEMPERATURE}, to which vLLM would raise it "
                 "silently; use 0 for greedy"
             )
         if not prompt:
