@@ -34,3 +34,14 @@ def slice_edges(evidence: Evidence) -> Iterator[Suggestion]:
                     f" {inside.size} edges of {slices} slices of {total} tokens, {rest:.3g} elsewhere",
                 )
                 return
+
+
+def sliced_at(evidence: Evidence, at: np.ndarray) -> int:
+    """Into how many slices a sequence is cut where these response tokens stand, one each, at the edges; 0 into none."""
+    total, positions = len(evidence.rollout.tokens), evidence.positions[at]
+    for parts in (2, 4, 8, 16):
+        edges = np.unique(np.round(np.arange(1, parts) * total / parts))
+        near = np.abs(positions[:, None] - edges[None, :]) <= 1
+        if len(positions) >= 2 and near.any(axis=1).all() and near.sum(axis=0).max() == 1:
+            return parts
+    return 0

@@ -1,4 +1,4 @@
-"""Exact zeros on one side: values that nobody computed. Forced EOS, speculation, padding for what is missing."""
+"""Values that nobody computed: exact zeros, or one and the same number, where something was missing."""
 
 from collections.abc import Iterator
 
@@ -8,21 +8,37 @@ from auditor.causes.evidence import Evidence, Suggestion
 
 
 def filler(evidence: Evidence) -> Iterator[Suggestion]:
-    """A log-probability of exactly 0 where the reference's is not near it.
+    """A log-probability of exactly 0 where the reference's is not near it; or one other number at several tokens.
 
     Never certain: a filter that keeps one token gives it exactly 0 too, and is then the better explanation.
     """
     zero = (evidence.found == 0.0) & evidence.differs & (evidence.truth < -1e-6)
+    put = zero if zero.any() else _one_number(evidence)
     differing = int(evidence.differs.sum())
-    if not zero.any() or differing == 0:
+    if not put.any() or differing == 0:
         return
-    at = np.flatnonzero(zero)
+    at = np.flatnonzero(put)
     share = at.size / differing
-    last = at.size == 1 and at[0] == len(zero) - 1
+    last = at.size == 1 and at[0] == len(put) - 1
     yield Suggestion(
         "filler",
         0.5 + 0.4 * share,
-        f"exactly 0.0 at {at.size} of {differing} differing tokens, first at {int(at[0])}"
+        f"exactly {float(evidence.found[at[0]]):.1f} at {at.size} of {differing} differing tokens, first at {at[0]}"
         + (" (the last token, as a forced end would have it)" if last else "")
         + f"; the reference has {evidence.truth[at[0]]:.4f} there",
     )
+
+
+def _one_number(evidence: Evidence) -> np.ndarray:
+    """Bool [R]: where the side has the number that is wrong most often, if it is beyond all right ones or no chance."""
+    nothing = np.zeros(len(evidence.found), np.bool_)
+    wrong = evidence.found[evidence.differs & np.isfinite(evidence.found)]
+    numbers, times = np.unique(wrong, return_counts=True)
+    if not times.size or times.max() < 2:
+        return nothing
+    number = numbers[times.argmax()]
+    right = evidence.truth[evidence.active & np.isfinite(evidence.truth)]
+    if right.min() <= number < 0.0:
+        return nothing  # a limit, or a value that comes twice
+    same: np.ndarray = (evidence.found == number) & evidence.differs
+    return same

@@ -37,6 +37,24 @@ def low_precision_head(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestio
             return
 
 
+def low_precision_sum(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """The reference's logits with the logarithm of their sum, or both terms of the difference, kept in 16 bits."""
+    window = oracle.window
+    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
+    z = oracle.own_logits[:, : oracle.decoder.config.vocab].astype(np.float64) / oracle.temperature
+    chosen = z[np.arange(len(z)), oracle.targets].astype(np.float32)
+    top = z.max(axis=1)
+    lse = (top + np.log(np.exp(z - top[:, None]).sum(axis=1))).astype(np.float32)
+    best: Suggestion | None = None
+    for name, rounded in (("bf16", _to_bf16), ("fp16", _to_fp16)):
+        for what, first in (("the log-sum-exp", chosen), ("logit and log-sum-exp", rounded(chosen))):
+            score = explained(found, truth, first - rounded(lse), active)
+            if worth_saying(score) and (best is None or score > best.score):
+                best = Suggestion("bf16_head", score, f"the values are those of {what} in {name}")
+    if best is not None:
+        yield best
+
+
 def _roundings(oracle: Oracle) -> Iterator[tuple[str, Callable[[F32], F32]]]:
     """Logits rounded as they are, and once more after the division by the temperature."""
     heat = np.float32(oracle.temperature)

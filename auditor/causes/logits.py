@@ -10,9 +10,12 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import STRONG, Evidence, Suggestion, bits_hit, explained, worth_saying
+from auditor.causes.evidence import HINT, STRONG, Evidence, Suggestion, bits_hit, explained, worth_saying
 from auditor.causes.fit import best_fit, roundings
 from auditor.causes.oracle import F32, F64, Oracle
+
+Rows = np.ndarray | slice
+Change = Callable[[float, Rows], F32]
 
 _ROWS: Final = 128
 _FITTED_ROWS: Final = 8
@@ -25,7 +28,9 @@ def logit_processor(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     rows = np.flatnonzero(active & np.isfinite(found) & np.isfinite(truth))[:_ROWS]
     if rows.size < 8:
         return
-    yield from _one_token(oracle, rows, found, truth)
+    wrong = rows[found[rows] != truth[rows]]
+    # A processor may hold for a part only, such as the first tokens.
+    yield from _one_token(oracle, wrong if wrong.size >= 8 else rows, found, truth)
     for name, changed in _changed(oracle, found, truth, _spread(rows)):
         predicted = oracle.from_logits(changed)
         score = explained(found, truth, predicted, active)
@@ -75,33 +80,62 @@ def _varies(column: F64) -> bool:
 
 
 def _changed(oracle: Oracle, found: F32, truth: F32, rows: np.ndarray) -> Iterator[tuple[str, F32]]:
-    """Logits under a cap and under a penalty, each of the size that fits best on a few rows."""
-    logits, seen = oracle.own_logits, _occurred(oracle)
+    """Logits under a cap and under penalties, each of the size that fits best on a few rows."""
     before = float(np.abs(truth[rows].astype(np.float64) - found[rows]).mean())
+    for name, change, low, high in _processors(oracle):
 
-    def capped(cap: float, at: np.ndarray | slice = slice(None)) -> F32:
-        changed: F32 = (cap * np.tanh(logits[at] / cap)).astype(np.float32)
-        return changed
-
-    def penalised(penalty: float, at: np.ndarray | slice = slice(None)) -> F32:
-        z = logits[at]
-        punished = np.where(z > 0, z / np.float32(penalty), z * np.float32(penalty))
-        changed: F32 = np.where(seen[at], punished, z).astype(np.float32)
-        return changed
-
-    for name, change, low, high in (
-        ("logits softly capped at", capped, 1.0, 200.0),
-        ("a repetition penalty of", penalised, 1.005, 4.0),
-    ):
-
-        def error(value: float, change: Callable[..., F32] = change) -> float:
+        def error(value: float, change: Change = change) -> float:
             predicted = oracle.from_logits(change(value, rows), targets=oracle.targets[rows])
             return float(np.abs(predicted.astype(np.float64) - found[rows]).mean())
 
         fitted = best_fit(error, low, high, grid=16, steps=18, hopeless=0.7 * before)
         for value in roundings(fitted) if fitted is not None else []:
             if value > 0.0:
-                yield f"{name} {value:g}", change(value)
+                yield f"{name} {value:g}", change(value, slice(None))
+
+
+def _processors(oracle: Oracle) -> Iterator[tuple[str, Change, float, float]]:
+    """Name, what it makes of some rows' logits under a number, and between which numbers to look for that."""
+    logits = oracle.own_logits
+
+    def capped(cap: float, at: Rows) -> F32:
+        changed: F32 = (cap * np.tanh(logits[at] / cap)).astype(np.float32)
+        return changed
+
+    yield "logits softly capped at", capped, 1.0, 200.0
+    for since, first in (("", 0), (" on what was generated", oracle.prompt_len)):
+        counts = _counts(oracle, first)
+
+        def repeated(penalty: float, at: Rows, counts: np.ndarray = counts) -> F32:
+            z = logits[at]
+            punished = np.where(z > 0, z / np.float32(penalty), z * np.float32(penalty))
+            changed: F32 = np.where(counts[at] > 0, punished, z).astype(np.float32)
+            return changed
+
+        def present(penalty: float, at: Rows, counts: np.ndarray = counts) -> F32:
+            changed: F32 = (logits[at] - np.float32(penalty) * (counts[at] > 0)).astype(np.float32)
+            return changed
+
+        def frequent(penalty: float, at: Rows, counts: np.ndarray = counts) -> F32:
+            changed: F32 = (logits[at] - np.float32(penalty) * counts[at]).astype(np.float32)
+            return changed
+
+        yield f"a repetition penalty{since} of", repeated, 1.005, 4.0
+        yield f"a presence penalty{since} of", present, 0.01, 4.0
+        yield f"a frequency penalty{since} of", frequent, 0.01, 4.0
+
+
+def tokens_forbidden(evidence: Evidence) -> Iterator[Suggestion]:
+    """Every value too high: some mass was taken out of every softmax, and no filter of the likeliest explains it."""
+    delta = evidence.delta[evidence.active]
+    if delta.size < 12 or (delta > 0).mean() < 0.98 or np.median(delta) < 1e-3:
+        return
+    yield Suggestion(
+        "logit_processor",
+        HINT + 0.05,
+        f"all values are too high, by {delta.min():.3g} to {delta.max():.3g}, as in a softmax from which tokens of"
+        f" {1 - np.exp(-delta.min()):.1%} to {1 - np.exp(-delta.max()):.1%} of the mass were left out",
+    )
 
 
 def _spread(rows: np.ndarray) -> np.ndarray:
@@ -109,9 +143,9 @@ def _spread(rows: np.ndarray) -> np.ndarray:
     return rows[np.linspace(0, len(rows) - 1, min(_FITTED_ROWS, len(rows))).astype(np.int64)]
 
 
-def _occurred(oracle: Oracle) -> np.ndarray:
-    """Bool [W,V]: which tokens stand at or before each row."""
-    seen = np.zeros(oracle.own_logits.shape, np.bool_)
+def _counts(oracle: Oracle, first: int) -> np.ndarray:
+    """float32 [W,V]: how often each token stands from `first` on, at or before each row."""
+    counts = np.zeros(oracle.own_logits.shape, np.float32)
     for at, row in enumerate(oracle.rows):
-        seen[at, oracle.tokens[: row + 1]] = True
-    return seen
+        np.add.at(counts[at], oracle.tokens[first : row + 1], 1.0)
+    return counts

@@ -49,7 +49,7 @@ class Oracle:
         window: tuple[int, int],
         versions: Sequence[int] = (),
         load: Callable[[int], Decoder] | None = None,
-        budget: int = 192,
+        budget: float = 384,
         seconds: float = math.inf,
     ) -> None:
         self.decoder = decoder
@@ -66,9 +66,12 @@ class Oracle:
         self.targets = self.tokens[self.rows + 1]
 
     def hidden(self, decoder: Decoder, tokens: npt.NDArray[np.int64] | None = None) -> Bits:
-        """Hidden states of the whole window's sequence (or of other tokens), bf16 [T,E]; costs one forward."""
+        """Hidden states of the whole window's sequence (or of other tokens), bf16 [T,E].
+
+        Costs one forward, or as much of one as the other tokens are shorter.
+        """
         self._check_budget()
-        self._budget -= 1
+        self._budget -= 1.0 if tokens is None else len(tokens) / len(self.tokens)
         return decoder.hidden([self.tokens if tokens is None else tokens])
 
     @cached_property
@@ -101,9 +104,22 @@ class Oracle:
         )
         return logp[:, 0]
 
+    def every_token(self, at: npt.NDArray[np.int64]) -> F32:
+        """Log-probabilities of the whole vocabulary in some rows of the window, without any fault, fp32 [len(at),V]."""
+        ids = np.tile(np.arange(self.decoder.config.vocab), (len(at), 1))
+        heat = np.full(len(at), self.temperature, np.float32)
+        rows = self.own_logits[at]
+        return self.decoder.reference.logp_from_logits(rows, ids, heat, vocab=self.decoder.config.vocab)[0]
+
     def logprobs(self, decoder: Decoder) -> Logprobs:
         """What another decoder would report, float32 [W]; costs one forward."""
         return self.from_logits(self.head(decoder, self.hidden(decoder)[self.rows]))
+
+    def logprobs_of_rows(self, decoder: Decoder, at: npt.NDArray[np.int64]) -> Logprobs:
+        """As `logprobs`, in some rows of the window, float32 [len(at)]; costs as much as reaches the last one."""
+        rows = self.rows[at]
+        hidden = self.hidden(decoder, self.tokens[: int(rows.max()) + 1])
+        return self.from_logits(self.head(decoder, hidden[rows]), targets=self.targets[at])
 
     def version(self, version: int) -> Decoder:
         """The decoder of another weight version, which may have to be fetched first; VersionUnavailable."""

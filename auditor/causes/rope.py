@@ -14,6 +14,9 @@ from rl_kernel.reference.model import Decoder
 _THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
 _FACTORS = (2.0, 4.0, 8.0, 3.0, 1.5, 6.0, 16.0, 32.0, 0.5, 2.5, 5.0, 10.0)
 _GROWTH = 0.02  # mean difference of the last quarter below which a trend is one of rounding
+_ROUNDING = 0.1  # a median difference above which positions do more than round
+_FEW = 4
+_MOST_PADS = 128
 _OFFSETS = (1, -1, 2, -2, 8, 16, 64)
 
 
@@ -24,6 +27,28 @@ def rope(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         best = _fitted_base(evidence, oracle, best)
     if best is not None:
         yield best
+
+
+def padded_positions(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """Positions that count padding in front. Rotations are relative, so all that shows is the rounding of angles."""
+    window = oracle.window
+    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
+    differs = np.flatnonzero(evidence.differs[window])
+    if differs.size < 4 or np.median(np.abs(evidence.delta[window][differs])) > _ROUNDING:
+        return
+    few = differs[:_FEW]
+    where = np.arange(len(oracle.tokens), dtype=np.float64)
+    for pads in range(1, _MOST_PADS + 1):
+        moved = oracle.with_positions(where + pads)
+        trial = oracle.logprobs_of_rows(moved, few)
+        if (trial.view(np.uint32) == found[few].view(np.uint32)).all():
+            predicted = oracle.logprobs(moved)
+            score = explained(found, truth, predicted, active)
+            if worth_saying(score):
+                hit = bits_hit(found, predicted, active)
+                said = f"the values are those of positions that begin at {pads}, as behind padding; {hit}"
+                yield Suggestion("position_offset", score, said)
+                return
 
 
 def _fitted_base(evidence: Evidence, oracle: Oracle, best: Suggestion | None) -> Suggestion | None:
@@ -57,6 +82,8 @@ def grows_with_position(evidence: Evidence) -> Iterator[Suggestion]:
     if size.size < 12:
         return
     first, last = np.array_split(size, 4)[0], np.array_split(size, 4)[-1]
+    if (first > 0.0).mean() < 0.5:
+        return  # what begins somewhere does not grow
     rank = _rank_correlation(size)
     if rank > 0.5 and last.mean() > max(_GROWTH, 4.0 * float(first.mean())):
         yield Suggestion(
@@ -95,9 +122,12 @@ def _scalings(oracle: Oracle) -> Iterator[tuple[str, F64, float]]:
 
 def _moves(oracle: Oracle) -> Iterator[tuple[str, F64]]:
     where = np.arange(len(oracle.tokens), dtype=np.float64)
-    for offset in _OFFSETS:
-        yield f"response positions moved by {offset:+d}", np.where(where >= oracle.prompt_len, where + offset, where)
-        yield f"all positions moved by {offset:+d}", where + offset
+    for offset in (*_OFFSETS, -oracle.prompt_len):
+        from_zero = ", to begin at 0 again" if offset == -oracle.prompt_len else ""
+        moved = np.where(where >= oracle.prompt_len, where + offset, where)
+        yield f"response positions moved by {offset:+d}{from_zero}", moved
+        if not from_zero:
+            yield f"all positions moved by {offset:+d}", where + offset
 
 
 def _base(own: F64, stated: float, theta: float) -> F64:

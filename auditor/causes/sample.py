@@ -32,7 +32,7 @@ def diagnose_sample(
     trainer: TrainerRecord,
     reference: ReferenceLogprobs,
     weights: Weights,
-    budget: int = 192,
+    budget: float = 384,
     seconds: float = math.inf,
 ) -> tuple[Suggestion, ...]:
     """Causes for each side that differs from the reference, ranked together. budget, seconds: for each side."""
@@ -50,7 +50,7 @@ def diagnose_pair(rollout: RolloutRecord, trainer: TrainerRecord) -> tuple[Sugge
     return diagnose(Evidence(rollout.logprobs, trainer.logprobs, rollout.mask, rollout, rollout, trainer), None)
 
 
-def _oracle(evidence: Evidence, weights: Weights, budget: int, seconds: float) -> Oracle:
+def _oracle(evidence: Evidence, weights: Weights, budget: float, seconds: float) -> Oracle:
     first = int(np.flatnonzero(evidence.differs)[0])
     start = max(0, first - _BEFORE)
     rollout = evidence.rollout

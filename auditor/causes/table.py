@@ -3,19 +3,22 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from auditor.causes.context import cut_in_front
+from auditor.causes.altered import altered_weights
+from auditor.causes.context import cut_in_front, more_in_front, part_of_the_prompt
 from auditor.causes.context_parallel import slice_edges
 from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
 from auditor.causes.filler import filler
-from auditor.causes.head import low_precision_head, low_precision_values
+from auditor.causes.head import low_precision_head, low_precision_sum, low_precision_values
 from auditor.causes.kv import boundary, stale_kv
-from auditor.causes.logits import logit_processor
+from auditor.causes.logits import logit_processor, tokens_forbidden
+from auditor.causes.lookup import other_token, value_order
 from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
 from auditor.causes.nonfinite import nonfinite
 from auditor.causes.oracle import Oracle, OutOfBudget
 from auditor.causes.reduction import flat_last_bits, split_sums
-from auditor.causes.rope import grows_with_position, rope
+from auditor.causes.rope import grows_with_position, padded_positions, rope
 from auditor.causes.routing import other_experts
+from auditor.causes.shards import one_shard
 from auditor.causes.temperature import temperature
 from auditor.causes.transform import unrelated_values, value_transform
 from auditor.causes.truncation import truncation
@@ -31,6 +34,7 @@ READ: Final[tuple[Read, ...]] = (
     nonfinite,
     shifted_values,
     shifted_from_a_point,
+    value_order,
     value_transform,
     unrelated_values,
     low_precision_values,
@@ -38,6 +42,7 @@ READ: Final[tuple[Read, ...]] = (
     slice_edges,
     boundary,
     grows_with_position,
+    tokens_forbidden,
     flat_last_bits,
     other_weights,
 )
@@ -45,16 +50,23 @@ READ: Final[tuple[Read, ...]] = (
 COMPUTED: Final[tuple[Compute, ...]] = (
     temperature,
     low_precision_head,
+    low_precision_sum,
     wrong_row,
+    other_token,
     truncation,
+    one_shard,
     stale_weights,
     logit_processor,
     split_sums,
     stale_kv,
+    cut_in_front,
+    more_in_front,
+    part_of_the_prompt,
     half_updated_weights,
     other_model,
-    cut_in_front,
     rope,
+    altered_weights,
+    padded_positions,
 )
 
 

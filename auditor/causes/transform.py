@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import HINT, STRONG, Evidence, Suggestion, correlation
+from auditor.causes.evidence import HINT, IN_PART, STRONG, Evidence, Suggestion, correlation
 
 _LEAST: Final = 12
 _MORE_THAN_ROUNDING: Final = 0.01
@@ -23,6 +23,10 @@ def value_transform(evidence: Evidence) -> Iterator[Suggestion]:
     said = _limited(found, truth) or _summed(found, truth)
     if said:
         yield Suggestion("value_transform", STRONG, said)
+        return
+    if said := _shifted(found, truth):
+        # Mass that a filter left out may be much the same everywhere; what is added to a probability is not.
+        yield Suggestion("value_transform", IN_PART if said.endswith("probability") else STRONG, said)
         return
     if np.median(np.abs(found - truth) / np.maximum(np.abs(truth), 1e-3)) < _MORE_THAN_ROUNDING:
         return
@@ -53,6 +57,16 @@ def _limited(found: np.ndarray, truth: np.ndarray) -> str:
         return f"no value lies below {limit:.4g}, where {int(differs.sum())} of the reference's do"
     if (truth[differs] > limit).all() and (found <= limit).all():
         return f"no value lies above {limit:.4g}, where {int(differs.sum())} of the reference's do"
+    return ""
+
+
+def _shifted(found: np.ndarray, truth: np.ndarray) -> str:
+    """One number added to every value, or to every probability before its logarithm was taken."""
+    for name, moved in (("value", found - truth), ("probability", np.exp(found) - np.exp(truth))):
+        size = float(np.median(moved))
+        noise = 4e-7 * (np.abs(truth) + 1.0 if name == "value" else np.exp(truth) * (np.abs(truth) + 1.0))
+        if abs(size) > 8 * float(np.median(noise)) and (np.abs(moved - size) < 0.02 * abs(size) + noise).all():
+            return f"{size:+.4g} is added to every {name}"
     return ""
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from auditor.causes.evidence import (
     CERTAIN,
+    IN_PART,
     Evidence,
     Suggestion,
     bits_hit,
@@ -16,9 +17,11 @@ from auditor.causes.evidence import (
 )
 from auditor.causes.oracle import Oracle, VersionUnavailable
 from auditor.causes.other_models import nearest_model
+from auditor.compare import Logprobs, Mask
 from rl_kernel.reference.model import Decoder
 
 _TRIED = 12
+_PIECES = 8  # stretches of one version each; more is no order of updates
 _MORE_THAN_ROUNDING = 0.05
 _FALLBACK = 0.4  # nothing was computed, and much else looks like it
 
@@ -46,6 +49,7 @@ def stale_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     window = oracle.window
     found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
     best: tuple[float, int, str] | None = None
+    said: dict[int, Logprobs] = {stated: truth}
     others = [version for version in oracle.versions if version != stated]
     nearest = sorted(others, key=lambda version: (abs(version - stated), version > stated))[:_TRIED]
     first = min(oracle.versions, default=stated)
@@ -54,12 +58,17 @@ def stale_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
             predicted = oracle.logprobs(oracle.version(version))
         except VersionUnavailable:
             continue
+        said[version] = predicted
         score = explained(found, truth, predicted, active)
         if worth_saying(score) and (best is None or score > best[0]):
             best = (score, version, bits_hit(found, predicted, active))
             if score >= CERTAIN:
                 break
-    if best is not None:
+    if (best is None or best[0] < IN_PART) and (pieces := _in_pieces(found, said, active)):
+        yield Suggestion(
+            "stale_weights", CERTAIN, f"the values are those of several versions, {pieces}; {stated} is stated"
+        )
+    elif best is not None:
         score, version, hit = best
         never = version == first and stated - version > 1
         yield Suggestion(
@@ -71,28 +80,44 @@ def stale_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         )
 
 
+def _in_pieces(found: Logprobs, said: dict[int, Logprobs], active: Mask) -> str:
+    """Which version each stretch of tokens is of, where every bit is one of theirs; else an empty string."""
+    whose = np.full(len(found), -1)
+    for version, predicted in said.items():
+        whose[(found.view(np.uint32) == predicted.view(np.uint32)) & (whose < 0)] = version
+    whose = whose[active]
+    starts = [0, *(at for at in range(1, len(whose)) if whose[at] != whose[at - 1])]
+    if (whose < 0).any() or not 2 <= len(starts) <= _PIECES:
+        return ""
+    return ", ".join(f"{int(whose[at])} from token {at} on" for at in starts)
+
+
 def half_updated_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """Some tensors of the version before, the others of the one that is named: an update that was not whole."""
+    """Some tensors of another version, the others of the one that is named: an update that was not whole."""
     if best := nearest_model(evidence, oracle, _half_updated(evidence, oracle)):
         yield best
 
 
 def _half_updated(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, str, Decoder]]:
-    """Cause, name and decoder of the stated version with a part of one of the two before it."""
+    """Cause, name and decoder of the stated version with a part of one of the two before it, or of the first."""
     stated = evidence.record.weight_version
-    for version in [version for version in sorted(oracle.versions, reverse=True) if version < stated][:2]:
+    before = [version for version in sorted(oracle.versions, reverse=True) if version < stated]
+    for version in dict.fromkeys([*before[:2], *before[-1:]]):
         try:
             old = oracle.version(version)
         except VersionUnavailable:
             continue
-        for name, is_old in _parts(oracle.decoder.config.layers):
+        never = version == before[-1] and version not in before[:2]
+        for name, is_old in _parts(oracle.decoder):
             weights = {n: (old if is_old(n) else oracle.decoder).weights[n] for n in oracle.decoder.weights}
             mixed = replace(oracle.decoder, weights=weights)
-            yield "stale_weights", f"version {stated} with {name} of version {version}", mixed
+            cause = "weights_never_delivered" if never else "stale_weights"
+            yield cause, f"version {stated} with {name} of version {version}", mixed
 
 
-def _parts(layers: int) -> Iterator[tuple[str, Callable[[str], bool]]]:
-    """What an update that stops half-way leaves old: what lies outside the layers, or layers from some point on."""
+def _parts(decoder: Decoder) -> Iterator[tuple[str, Callable[[str], bool]]]:
+    """What an update leaves out: tensors outside the layers, of one kind in all layers, or layers from one on."""
+    layers = decoder.config.layers
 
     def layer_of(name: str) -> int:
         parts = name.split(".")
@@ -102,6 +127,12 @@ def _parts(layers: int) -> Iterator[tuple[str, Callable[[str], bool]]]:
     yield "the output layer", lambda name: name == "lm_head.weight"
     yield "everything outside the layers", lambda name: layer_of(name) < 0
     yield "all layers", lambda name: layer_of(name) >= 0
+    yield "the norms", lambda name: "norm" in name
+    for part, what in (("self_attn.", "attention"), ("mlp.", "the feed-forward part")):
+        yield f"{what} in all layers", lambda name, part=part: part in name  # type: ignore[misc]
+    kinds = sorted({name.split(".", 3)[3] for name in decoder.weights if name.startswith("model.layers.")})
+    for kind in kinds:
+        yield f"{kind.removesuffix('.weight')} in all layers", lambda name, kind=kind: name.endswith(kind)  # type: ignore[misc]
     for cut in dict.fromkeys(max(1, round(layers * share)) for share in (0.5, 0.25, 0.75)):
         yield f"everything after layer {cut - 1}", lambda name, cut=cut: not 0 <= layer_of(name) < cut  # type: ignore[misc]
         yield f"layers from {cut} on", lambda name, cut=cut: layer_of(name) >= cut  # type: ignore[misc]

@@ -1,16 +1,31 @@
 """`python -m auditor.faults`: break a job on purpose in every way of the suite and print what the auditor says.
 
-Exit code 1 where a fault is missed, a clean sample is flagged, or less than nine in ten get a right cause first.
+`--list` takes other faults: `strangers` and `reported` were thought of, and read in threads of other frameworks' users,
+before any cause was written for them; `held-out` is counted only, and no cause was changed for it.
+
+Exit code 1 where a fault is missed, a clean sample is flagged, or less than nine in ten get a right cause first (of the
+list that is held out, as many as may be).
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
+from auditor.faults.held_out import FOURTH
 from auditor.faults.matrix import flagged_clean, outcomes, outcomes_of, table
+from auditor.faults.reported import THIRD
 from auditor.faults.strangers import FIRST, SECOND
+from auditor.faults.suite import Fault
 from auditor.faults.world import World
+
+LISTS: Final[Mapping[str, tuple[Fault, ...]]] = {
+    "strangers": (*FIRST, *SECOND),
+    "reported": THIRD,
+    "held-out": FOURTH,
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -21,12 +36,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--clean", type=int, default=1000, help="sound samples to judge (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
     parser.add_argument("--evidence", action="store_true", help="print every suggestion with its evidence")
-    parser.add_argument("--strangers", action="store_true", help="the faults that no cause was written for, instead")
+    parser.add_argument("--list", choices=["suite", *LISTS], default="suite", help="which faults (default: suite)")
     given = parser.parse_args(arguments)
     started = time.monotonic()
     world = World(given.model, given.seed)
     found = []
-    broken = outcomes_of((*FIRST, *SECOND), world, given.each) if given.strangers else outcomes(world, given.each)
+    broken = outcomes(world, given.each) if given.list == "suite" else outcomes_of(LISTS[given.list], world, given.each)
     for outcome in broken:
         found.append(outcome)
         if given.evidence:
@@ -40,7 +55,8 @@ def main(arguments: list[str]) -> int:
         f"\n{right:.1%} of {len(found)} injected faults get a right cause first, {missed} are missed, {flagged} of"
         f" {given.clean} clean samples are flagged; {time.monotonic() - started:.0f} s"
     )
-    return 0 if right >= 0.9 and missed == 0 and flagged == 0 else 1
+    enough = right >= 0.9 or given.list == "held-out"
+    return 0 if enough and missed == 0 and flagged == 0 else 1
 
 
 if __name__ == "__main__":

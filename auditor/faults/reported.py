@@ -99,7 +99,8 @@ def to_e4m3(x: np.ndarray) -> np.ndarray:
     """Rounded to the values of FP8 E4M3, to nearest even; fp32."""
     exponent = np.floor(np.log2(np.maximum(np.abs(x), 2.0**-6)))
     step = np.exp2(exponent - 3)
-    return np.clip(np.rint(x / step) * step, -448, 448).astype(np.float32)
+    rounded: np.ndarray = np.clip(np.rint(x / step) * step, -448, 448).astype(np.float32)
+    return rounded
 
 
 def _fp8(world: World, s: Drawn, name: str, value: Bits) -> Bits:

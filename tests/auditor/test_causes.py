@@ -9,12 +9,14 @@ from auditor.causes.evidence import CERTAIN, IN_PART, STRONG, Evidence, Suggesti
 from auditor.causes.sample import Weights, diagnose_pair, diagnose_sample
 from auditor.causes.table import COMPUTED, READ, diagnose, ranked
 from auditor.faults.declared import DECLARED
+from auditor.faults.held_out import FOURTH
 from auditor.faults.matrix import flagged_clean, outcomes, outcomes_of
+from auditor.faults.reported import THIRD
 from auditor.faults.strangers import FIRST, SECOND
 from auditor.faults.suite import FAULTS
 from auditor.faults.world import VERSIONS, World
 from auditor.judge import ReferenceLogprobs
-from tests.auditor.samples import one_ulp_off, pair, with_logprobs
+from tests.auditor.samples import RESPONSE, one_ulp_off, pair, with_logprobs
 
 ALL = np.ones(8, np.bool_)
 
@@ -94,6 +96,53 @@ def test_faults_that_no_cause_was_written_for_are_never_missed_and_mostly_named(
     assert [outcome.fault for outcome in found if outcome.missed or outcome.named != outcome.side] == []
     wrong = [(outcome.fault, outcome.first) for outcome in found if not outcome.correct]
     assert len(wrong) <= 0.15 * len(found), wrong
+
+
+def test_faults_that_users_reported_are_never_missed_and_mostly_named(world: World) -> None:
+    """Every third of them; all of them in the soak test below."""
+    found = list(outcomes_of(THIRD[::3], world, each=1))
+    assert [outcome.fault for outcome in found if outcome.missed or outcome.named != outcome.side] == []
+    wrong = [(outcome.fault, outcome.first) for outcome in found if not outcome.correct]
+    assert len(wrong) <= 0.15 * len(found) + 1, wrong  # what a neighbour in the batch said can be known by nobody
+
+
+@pytest.mark.soak
+def test_all_reported_faults_are_mostly_named_and_those_held_out_never_missed(world: World) -> None:
+    found = list(outcomes_of(THIRD, world, each=4))
+    assert sum(outcome.correct for outcome in found) >= 0.9 * len(found)
+    held_out = list(outcomes_of(FOURTH, world, each=4))
+    assert [o.fault for o in (*found, *held_out) if o.missed or o.named != o.side] == []
+
+
+def test_a_number_that_stands_for_what_is_missing_is_told_from_a_limit() -> None:
+    rollout, trainer = pair()
+    missing = rollout.logprobs.copy()
+    missing[[3, 9, 20]] = -9999.0
+    assert diagnose_pair(replace(rollout, logprobs=missing), trainer)[0].cause == "filler"
+    limited = np.maximum(rollout.logprobs, np.float32(np.quantile(rollout.logprobs, 0.3)))
+    assert diagnose_pair(replace(rollout, logprobs=limited), trainer)[0].cause == "value_transform"
+
+
+def test_a_response_s_own_values_in_another_order_are_told_from_a_shift() -> None:
+    rollout, trainer = pair()
+    right, half = rollout.logprobs, RESPONSE // 2
+    again = diagnose_pair(replace(rollout, logprobs=np.concatenate([right[:half], right[:half]])), trainer)
+    assert (again[0].cause, again[0].score) == ("value_order", CERTAIN)
+    # 40 tokens in four slices of ten, of which the last two come the other way round.
+    slices = np.concatenate([right[:12], right[22:], right[12:22]])
+    assert diagnose_pair(replace(rollout, logprobs=slices), trainer)[0].cause == "context_parallel"
+    assert diagnose_pair(replace(rollout, logprobs=np.roll(right, 1)), trainer)[0].cause == "off_by_one"
+
+
+def test_a_number_added_to_every_probability_is_told_from_one_added_to_every_value() -> None:
+    rollout, trainer = pair()
+    shifted = diagnose_pair(replace(rollout, logprobs=rollout.logprobs + np.float32(0.5)), trainer)[0]
+    assert shifted.cause == "value_transform"
+    assert "+0.5 is added to every value" in shifted.evidence
+    smoothed = np.log(np.exp(rollout.logprobs.astype(np.float64)) + 1e-3).astype(np.float32)
+    said = diagnose_pair(replace(rollout, logprobs=smoothed), trainer)[0]
+    assert said.cause == "value_transform"
+    assert "+0.001 is added to every probability" in said.evidence
 
 
 def test_no_clean_sample_is_flagged(world: World) -> None:

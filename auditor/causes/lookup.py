@@ -1,0 +1,86 @@
+"""A wrong value that is a right one of somewhere else: of another token in its row, of another place in the response.
+
+Right values are told by their bits: among the values of one response, or of one row of a vocabulary, two are hardly
+ever equal by chance.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from auditor.causes.context_parallel import sliced_at
+from auditor.causes.evidence import CERTAIN, IN_PART, STRONG, Evidence, Suggestion
+from auditor.causes.oracle import Oracle
+
+_ROWS: Final = 48  # rows of which every token's value is computed
+_ENOUGH: Final = 0.9
+_LEAST: Final = 8
+_RUNS: Final = 12  # pieces that an order may have; beyond that it is none
+_NEAR: Final = 1
+
+
+def value_order(evidence: Evidence) -> Iterator[Suggestion]:
+    """The response's own values in another order: pieces that start over, or slices put together in a wrong order."""
+    found, truth = evidence.found.view(np.uint32), evidence.truth.view(np.uint32)
+    place = {int(bits): at for at, bits in enumerate(truth)}
+    if len(place) < 0.9 * len(truth) or len(found) < _LEAST or not evidence.active.all():
+        return
+    origin = np.array([place.get(int(bits), -1) for bits in found])
+    moved = evidence.differs & (origin >= 0)
+    if moved.sum() < max(_LEAST, _ENOUGH * evidence.differs.sum()):
+        return
+    lag = origin - np.arange(len(found))
+    known = np.flatnonzero(origin >= 0)
+    starts = [int(known[0]), *(int(at) for before, at in pairwise(known) if lag[at] != lag[before])]
+    if not 2 <= len(starts) <= _RUNS:
+        return  # one lag for all is another cause's
+    pieces = ", ".join(f"from {at} those of {int(origin[at])} on" for at in starts)
+    exact = origin.min() >= 0
+    cut = _slices(evidence, starts, origin)
+    over = f"at the edges of {cut} slices of the sequence" if cut else f"in {len(starts)} pieces"
+    yield Suggestion(
+        "context_parallel" if cut else "value_order",
+        CERTAIN if exact else IN_PART,
+        f"the values are the reference's in another order, {over}: {pieces}",
+    )
+
+
+def other_token(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """Each wrong value is that of another token in the very same row."""
+    window = oracle.window
+    differs = np.flatnonzero(evidence.differs[window] & np.isfinite(evidence.found[window]))[:_ROWS]
+    if not differs.size:
+        return
+    vocab = oracle.decoder.config.vocab
+    values = oracle.every_token(differs)[:, :vocab].view(np.uint32)
+    same = values == evidence.found[window][differs].view(np.uint32)[:, None]
+    same[np.arange(differs.size), oracle.targets[differs]] = False
+    hit = same.any(axis=1)
+    if hit.sum() < _ENOUGH * differs.size:
+        return
+    first = int(np.flatnonzero(hit)[0])
+    at, token = int(differs[first]), int(same[first].argmax())
+    cut = sliced_at(evidence, differs + window.start)
+    yield Suggestion(
+        "context_parallel" if cut else "other_token",
+        CERTAIN if hit.sum() >= 2 and hit.all() else STRONG,
+        f"{int(hit.sum())} of {differs.size} wrong values are those of another token in the same row, the first one of"
+        f" token {token} where {int(oracle.targets[at])} stands"
+        + (f"; they stand at the edges of {cut} slices of the sequence" if cut else ""),
+    )
+
+
+def _slices(evidence: Evidence, starts: list[int], origin: np.ndarray) -> int:
+    """Into how many slices the sequence is cut where every piece comes from between two edges; 0 where into none."""
+    if len(np.unique(origin)) < len(origin):
+        return 0  # what comes twice was not put in another order
+    total, prompt = len(evidence.rollout.tokens), evidence.rollout.prompt_len
+    places = np.array([*starts, *(int(origin[at]) for at in starts)]) + prompt
+    inner = places[places > prompt]
+    for parts in (2, 4, 8, 16):
+        edges = np.round(np.arange(parts + 1) * total / parts)
+        if (np.abs(inner[:, None] - edges[None, :]).min(axis=1) <= _NEAR).all():
+            return parts
+    return 0
