@@ -7,10 +7,12 @@ integrations call is what `resolve` returned, and the evidence (`integrations.ev
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from rl_kernel.contract import ModelContract, OpContract
 from rl_kernel.errors import PlanError
+
+COMPILED_ONLY: Final = "was compiled for gfx942 and its instructions were read, but it was never run on hardware"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class Backend:
     mma: the MMA models under which it is bitwise-equal to the reference; empty for ops without matrix products.
     backward: whether it has the gradients too.
     exp2: the exp2 models that it computes, where the op has one.
+    unproved: why its claim does not count yet, so that no plan chooses it; empty where it was shown on hardware.
     """
 
     op: str
@@ -31,6 +34,7 @@ class Backend:
     mma: frozenset[str]
     backward: bool
     exp2: frozenset[str] = frozenset({"poly"})
+    unproved: str = ""
 
     def function(self, name: str) -> Callable[..., Any]:
         """Return the public function `name` of the backend's module."""
@@ -67,14 +71,22 @@ class Plan:
 
 def _choose(contract: OpContract, device: str, table: tuple[Backend, ...]) -> Backend:
     able = [b for b in table if b.device == device and b.serves(contract)]
-    if len(able) == 1:
-        return able[0]
-    if able:
-        raise PlanError(f"{contract.op} on {device}: {len(able)} backends claim it ({', '.join(b.name for b in able)})")
+    proven = [b for b in able if not b.unproved]
+    if len(proven) == 1:
+        return proven[0]
+    if proven:
+        names = ", ".join(b.name for b in proven)
+        raise PlanError(f"{contract.op} on {device}: {len(proven)} backends claim it ({names})")
     others = ", ".join(
         f"{b.name} ({b.device}, {'/'.join(sorted(b.mma)) or 'any MMA model'}, exp2 {'/'.join(sorted(b.exp2))})"
         for b in table
+        if not b.unproved
     )
+    if able:
+        raise PlanError(
+            f"{contract.op} on {device}: backend {able[0].name} {able[0].unproved}, so nothing proves its bits; "
+            f"proven are: {others or 'none'}"
+        )
     raise PlanError(
         f"no backend serves {contract.op} on {device} under MMA model {contract.mma} and exp2 model {contract.exp2}; "
         f"there is: {others or 'none'}"

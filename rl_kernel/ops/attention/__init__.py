@@ -7,7 +7,7 @@
 Any split of a sequence's queries over calls gives the same bits. Tensors are bf16 unless said; tokens may lie apart.
 """
 
-from rl_kernel.plan import Backend
+from rl_kernel.plan import COMPILED_ONLY, Backend
 
 BACKENDS = (
     Backend(
@@ -26,5 +26,14 @@ BACKENDS = (
         mma=frozenset({"sm90"}),
         backward=True,
         exp2=frozenset({"sm90_ex2"}),
+    ),
+    Backend(
+        op="attention",
+        name="triton",
+        module="rl_kernel.ops.attention.triton_kernel",
+        device="rocm",
+        mma=frozenset({"cdna3"}),
+        backward=True,
+        unproved=COMPILED_ONLY,
     ),
 )

@@ -6,7 +6,7 @@
 Tensors are bf16 unless said.
 """
 
-from rl_kernel.plan import Backend
+from rl_kernel.plan import COMPILED_ONLY, Backend
 
 BACKENDS = (
     Backend(
@@ -24,5 +24,14 @@ BACKENDS = (
         device="cuda",
         mma=frozenset(),
         backward=True,
+    ),
+    Backend(
+        op="embedding",
+        name="triton",
+        module="rl_kernel.ops.embedding.triton_kernel",
+        device="rocm",
+        mma=frozenset(),
+        backward=True,
+        unproved=COMPILED_ONLY,
     ),
 )

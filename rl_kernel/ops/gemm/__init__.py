@@ -9,7 +9,7 @@
 hands out a rank's partial sum, or logits. Tensors are bf16 unless said.
 """
 
-from rl_kernel.plan import Backend
+from rl_kernel.plan import COMPILED_ONLY, Backend
 
 BACKENDS = (
     Backend(
@@ -27,5 +27,14 @@ BACKENDS = (
         device="cuda",
         mma=frozenset({"sm90"}),
         backward=True,
+    ),
+    Backend(
+        op="gemm",
+        name="triton",
+        module="rl_kernel.ops.gemm.triton_kernel",
+        device="rocm",
+        mma=frozenset({"cdna3"}),
+        backward=True,
+        unproved=COMPILED_ONLY,
     ),
 )

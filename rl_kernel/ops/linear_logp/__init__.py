@@ -10,7 +10,7 @@
 `vocab` is the true vocabulary; ids at or above it are padding and never count. h and w are bf16, the rest fp32.
 """
 
-from rl_kernel.plan import Backend
+from rl_kernel.plan import COMPILED_ONLY, Backend
 
 BACKENDS = (
     Backend(
@@ -29,5 +29,14 @@ BACKENDS = (
         mma=frozenset({"sm90"}),
         backward=True,
         exp2=frozenset({"sm90_ex2"}),
+    ),
+    Backend(
+        op="linear_logp",
+        name="triton",
+        module="rl_kernel.ops.linear_logp.triton_kernel",
+        device="rocm",
+        mma=frozenset({"cdna3"}),
+        backward=True,
+        unproved=COMPILED_ONLY,
     ),
 )

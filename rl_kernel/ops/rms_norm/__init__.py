@@ -7,7 +7,7 @@
 x may be [T,H,n] with tokens apart, as in a slice of a fused projection. Tensors are bf16 unless said.
 """
 
-from rl_kernel.plan import Backend
+from rl_kernel.plan import COMPILED_ONLY, Backend
 
 BACKENDS = (
     Backend(
@@ -25,5 +25,14 @@ BACKENDS = (
         device="cuda",
         mma=frozenset(),
         backward=True,
+    ),
+    Backend(
+        op="rms_norm",
+        name="triton",
+        module="rl_kernel.ops.rms_norm.triton_kernel",
+        device="rocm",
+        mma=frozenset(),
+        backward=True,
+        unproved=COMPILED_ONLY,
     ),
 )

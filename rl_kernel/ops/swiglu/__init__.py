@@ -6,7 +6,7 @@
 Tensors are bf16.
 """
 
-from rl_kernel.plan import Backend
+from rl_kernel.plan import COMPILED_ONLY, Backend
 
 BACKENDS = (
     Backend(
@@ -25,5 +25,14 @@ BACKENDS = (
         mma=frozenset(),
         backward=True,
         exp2=frozenset({"sm90_ex2"}),
+    ),
+    Backend(
+        op="swiglu",
+        name="triton",
+        module="rl_kernel.ops.swiglu.triton_kernel",
+        device="rocm",
+        mma=frozenset(),
+        backward=True,
+        unproved=COMPILED_ONLY,
     ),
 )
