@@ -16,6 +16,7 @@ CUDA_SM90 = GPUTarget("cuda", 90, 32)
 HIP_GFX942 = GPUTarget("hip", "gfx942", 64)
 
 _ATTENTION = "rl_kernel.ops.attention.triton_kernel"
+_DECODE = "rl_kernel.ops.attention.triton_decode"
 _BACKWARD = "rl_kernel.ops.attention.triton_backward"
 _LOGP = "rl_kernel.ops.linear_logp.triton_kernel"
 _NORM = "rl_kernel.ops.rms_norm.triton_kernel"
@@ -99,21 +100,25 @@ def _products() -> Iterator[Kernel]:
 
 
 def _attention() -> Iterator[Kernel]:
-    tensors = "*bf16 *fp32 *fp32 *fp32 *bf16 *bf16 *bf16 *i32 *i32 *i32 *i32"
-    forward = f"{tensors} i32 i32 i32 i32:16 i32:16 i32:16 i32:16 i32:16 fp32"
-    for dim, pack, rows, page, split, warps, stages in (
-        (128, 1, 128, 0, False, 8, 3), (64, 1, 128, 0, False, 8, 3), (128, 1, 128, 16, False, 8, 3),
-        (128, 4, 16, 16, True, 4, 3), (64, 3, 16, 16, True, 4, 3),
-    ):  # fmt: skip
-        group = 3 if dim == 64 else 4
+    strides = "i32:16 i32:16 i32:16 i32:16 i32:16 fp32"
+    for dim, page in ((128, 0), (64, 0), (128, 16)):
         yield _kernel(
-            _ATTENTION, "attention_kernel", forward, warps, stages, matrix=True, exp2=True,
-            HEADS=8 * group, KV_HEADS=8, D=dim, PACK=pack, ROWS=rows, WIDTH=16, PARTIAL=1024, PAGE=page, SPLIT=split,
+            _ATTENTION, "attention_kernel",
+            f"*bf16 *fp32 *fp32 *bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 i32 i32 {strides}",
+            8, 3, matrix=True, exp2=True,
+            HEADS=32 if dim == 128 else 24, KV_HEADS=8, D=dim, PACK=1, ROWS=128, WIDTH=16, PARTIAL=1024, PAGE=page,
             TMA=False,
         )  # fmt: skip
+    for dim, group, single, blocks in ((128, 4, False, 2), (64, 3, True, 2), (128, 2, True, 1)):
+        yield _kernel(
+            _DECODE, "decode_kernel",
+            f"*bf16 *fp32 *fp32 *fp32 *bf16 *bf16 *bf16 *i32 *i32 *i32 i32 i32 i32 {strides}", 4, 4,
+            matrix=True, exp2=True,
+            HEADS=8 * group, KV_HEADS=8, D=dim, ROWS=16, WIDTH=16, PARTIAL=1024, PAGE=16, SINGLE=single, SUPER=blocks,
+        )  # fmt: skip
     yield _kernel(
-        _ATTENTION, "merge_kernel", "*bf16 *fp32 *fp32 *fp32 *i32 *i32 i32 i32", 1, exp2=True,
-        HEADS=32, D=128, WIDTH=16, PARTIAL=1024,
+        _DECODE, "merge_kernel", "*bf16 *fp32 *fp32 *fp32 *i32 *i32 i32 i32", 1, exp2=True,
+        HEADS=32, D=128, WIDTH=16, PARTIAL=1024, UNROLL=8,
     )  # fmt: skip
     yield _kernel(
         _BACKWARD, "row_terms_kernel", "*fp32 *fp32 *bf16 *bf16 *fp32 i32 i32 i32:16 i32:16", 4, D=128, ROWS=16
@@ -180,10 +185,10 @@ def _rows() -> Iterator[Kernel]:
     yield _kernel(
         _NORM, "rms_norm_dw_kernel", "*fp32 *fp32 *bf16 *bf16 i32 i32 i32:16 i32:16 i32:16", 1, COLUMNS=32, UNROLL=32
     )
-    rope = "*bf16 *bf16 *fp32 *fp32 *i64 i32 i32 i32:16 i32"
+    rope = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i64 i32 i32 i32:16 i32:16 i32"
     for inverse in (False, True):
         yield _kernel(
-            "rl_kernel.ops.rope.triton_kernel", "rope_kernel", rope, 4, HALF=64, WIDTH=64, ROWS=16, INVERSE=inverse
+            "rl_kernel.ops.rope.triton_kernel", "rope_kernel", rope, 4, HALF=64, WIDTH=64, ROWS=32, INVERSE=inverse
         )
     swiglu = "rl_kernel.ops.swiglu.triton_kernel"
     yield _kernel(swiglu, "swiglu_kernel", "*bf16 *bf16 i32:16", 4, exp2=True, BLOCK=1024)

@@ -59,7 +59,7 @@ def test_the_launch_shape_of_attention_changes_no_bit(rows: int) -> None:
     cu = offsets(300, 1200)
     expected = attention(q, k, v, cu, cu)
     for pack, warps in ((1, 4), (4, 4)):
-        found = attention(q, k, v, cu, cu, launch=Launch(rows, pack, warps, 2, False))
+        found = attention(q, k, v, cu, cu, launch=Launch(rows, pack, warps, 2))
         for a, b, name in zip(found, expected, ("out", "m", "l"), strict=True):
             same_bits(a, b, f"{name}, {rows} rows, {pack} heads a tile")
 
@@ -84,6 +84,7 @@ def _paged(k: torch.Tensor, v: torch.Tensor, lengths: list[int], page: int) -> t
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("queries", [1, 3, 200])
 def test_paged_decode_and_chunks_are_the_prefill(page: int, queries: int) -> None:
+    from rl_kernel.ops.attention.triton_decode import Launch as Decode
     from rl_kernel.ops.attention.triton_kernel import attention, paged_attention
 
     lengths = [200, KV_PARTIAL, KV_PARTIAL + 1, 3000]
@@ -98,12 +99,20 @@ def test_paged_decode_and_chunks_are_the_prefill(page: int, queries: int) -> Non
     same_bits(found, whole[last], f"{queries} queries a sequence, pages of {page}")
     half = paged_attention(q[last], k_cache[:, :], v_cache, table, offsets(*[queries] * len(lengths)), lens)
     same_bits(half, found, "second run")
+    if queries == 1:
+        for shape in (Decode(4, 5, 1), Decode(4, 3, 2), Decode(8, 3, 2), Decode(8, 2, 4), Decode(2, 3, 1)):
+            other = paged_attention(q[last], k_cache, v_cache, table, offsets(*[1] * 4), lens, decode=shape)
+            same_bits(other, found, f"{shape}")
+    given = torch.full_like(found, float("nan"))
+    into = paged_attention(q[last], k_cache, v_cache, table, offsets(*[queries] * len(lengths)), lens, out=given)
+    assert into is given
+    same_bits(given, found, "stored where the caller wants it")
 
 
 def test_slices_of_a_fused_projection_give_the_bits_of_copies() -> None:
     from rl_kernel.ops.attention.triton_kernel import attention, attention_backward
     from rl_kernel.ops.rms_norm.triton_kernel import rms_norm, rms_norm_backward
-    from rl_kernel.ops.rope.triton_kernel import rope
+    from rl_kernel.ops.rope.triton_kernel import rope, rope_pair
 
     fused, cu = normal(150, (HEADS + 2 * KV_HEADS) * DIM, seed=1), offsets(100, 50)
     q, k, v = (x.unflatten(1, (-1, DIM)) for x in fused.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], 1))
@@ -120,6 +129,8 @@ def test_slices_of_a_fused_projection_give_the_bits_of_copies() -> None:
     cos, sin = (normal(200, DIM // 2, seed=s, dtype=torch.float32) for s in (4, 5))
     same_bits(rms_norm(k, gain, 1e-6), rms_norm(dense[1], gain, 1e-6), "rms_norm")
     same_bits(rope(q, cos, sin, positions), rope(dense[0], cos, sin, positions), "rope")
+    for pair, x, name in zip(rope_pair(q, k, cos, sin, positions), dense, ("queries", "keys"), strict=False):
+        same_bits(pair, rope(x, cos, sin, positions), f"rope of a pair, {name}")
     dw = [torch.zeros((KV_HEADS, DIM), device="cuda") for _ in range(2)]
     same_bits(
         rms_norm_backward(v, k, gain, 1e-6, dw[0]), rms_norm_backward(dense[2], dense[1], gain, 1e-6, dw[1]), "dx"

@@ -11,7 +11,7 @@ HIP_GFX950 = GPUTarget("hip", "gfx950", 64)
 _PRODUCTS = [k for k in KERNELS if k.matrix]
 # Their second product takes an operand out of the first one's registers, four neighbours of k a lane where the
 # instruction takes eight: k is permuted inside an instruction, so groups of 8 would hold other products than on gfx942.
-_PERMUTED = ("attention_kernel", "dq_kernel", "dkdv_kernel")
+_PERMUTED = ("attention_kernel", "decode_kernel", "dq_kernel", "dkdv_kernel")
 
 
 @pytest.mark.parametrize("kernel", _PRODUCTS, ids=lambda k: k.name)

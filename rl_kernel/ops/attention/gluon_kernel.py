@@ -276,7 +276,7 @@ def _attend(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
-    queries = q_buffer.slice(HALF * HALF_ROWS, HALF_ROWS)
+    Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
     parked += (gl.program_id(0) * 2 + HALF) * HALF_ROWS * D
     count, turn = 0, 0
     for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
@@ -295,6 +295,12 @@ def _attend(
             merged.store(gl.zeros((HALF_ROWS, D), gl.float32, O))
             acc_done, l_done = gl.zeros((HALF_ROWS, D), gl.float32, O), l_all
             mbarrier.wait(q_full, turn & 1)
+            # In registers: products that read them from shared memory would take all of its bandwidth, and the next
+            # tile's queries can come.
+            queries = q_buffer.slice(HALF * HALF_ROWS, HALF_ROWS).load(Q)
+            fence_async_shared()
+            mbarrier.arrive(q_empty)
+            turn += 1
             buffers = (k_buffers, v_buffers, ones, merged, scratch)
             bars = (k_full, k_empty, v_full, v_empty)
             if full > 0:
@@ -314,8 +320,6 @@ def _attend(
                 mbarrier.wait(v_full.index(slot), (count // STAGES) & 1)
                 mbarrier.arrive(v_empty.index(slot))
                 count += 1
-            mbarrier.arrive(q_empty)
-            turn += 1
             m_all, l_all, total = _merge(m_all, l_all, merged.load(O), m, l_done, acc_done, S, L, O)
             first_row = first + HALF * HALF_ROWS
             _store(out, m_out, l_out, m_all, l_all, total, first_row, row, start, length, head, HEADS, D, S, O)
