@@ -84,6 +84,17 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, seal: bool, pl
     return y
 
 
+def _rope_pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, seal: bool, plan: str
+) -> tuple[Tensor, Tensor]:
+    """q[T,H,D], k[T,G,D] → both rotated."""
+    served = _plan(plan)
+    rotated_q, rotated_k = served.serve("rope_pair")(q, k, cos, sin, positions)
+    if seal:
+        served.seal(last=False)
+    return rotated_q, rotated_k
+
+
 def _swiglu(x: Tensor, plan: str) -> Tensor:
     """x[T,2K] → [T,K]."""
     y: Tensor = _plan(plan).serve("swiglu")(x)
@@ -126,6 +137,11 @@ _define(
     "rope(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool seal, str plan) -> Tensor",
     _rope,
     lambda x, cos, sin, positions, seal, plan: x.new_empty(x.shape),
+)
+_define(
+    "rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor positions, bool seal, str plan) -> (Tensor, Tensor)",
+    _rope_pair,
+    lambda q, k, cos, sin, positions, seal, plan: (q.new_empty(q.shape), k.new_empty(k.shape)),
 )
 _define(
     "swiglu(Tensor x, str plan) -> Tensor",

@@ -89,6 +89,10 @@ def _rope(key: str) -> Callable[..., Any]:
     return lambda x, cos, sin, positions, seal=False: _OPS.rope(x, cos, sin, positions, seal, key)
 
 
+def _rope_pair(key: str) -> Callable[..., Any]:
+    return lambda q, k, cos, sin, positions, seal=False: _OPS.rope_pair(q, k, cos, sin, positions, seal, key)
+
+
 def _swiglu(key: str) -> Callable[..., Any]:
     return lambda x: _OPS.swiglu(x, key)
 
@@ -103,6 +107,7 @@ _CALLERS: Final[dict[str, Callable[[str], Callable[..., Any]]]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "rope": _rope,
+    "rope_pair": _rope_pair,
     "swiglu": _swiglu,
     "tree_all_reduce": _tree_all_reduce,
 }

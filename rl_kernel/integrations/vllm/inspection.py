@@ -91,8 +91,9 @@ def expected_calls(
         "gemm.gemm": 4 * layers * steps + sampling_steps,
         "rms_norm.rms_norm": (1 + 2 * layers * qk_norm) * steps,
         "rms_norm.add_rms_norm": 2 * layers * steps,
+        "rope.rope_pair": layers * steps if opaque else 0,
         # One call where queries and keys are seen to lie side by side.
-        "rope.rope": (2 if qk_norm or opaque else 1) * layers * steps,
+        "rope.rope": 0 if opaque else (2 if qk_norm else 1) * layers * steps,
         "swiglu.swiglu": layers * steps,
         "attention.paged_attention": layers * steps,
         "linear_logp.logp_from_logits": sampling_steps,

@@ -70,7 +70,8 @@ class StrictRotaryEmbedding(RotaryEmbedding):
     ) -> None:
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache=False)
         runtime = current_runtime()
-        self._rope, self._opaque = runtime.plan.function("rope"), runtime.opaque
+        self._rope = runtime.plan.function("rope")
+        self._rope_pair = runtime.plan.function("rope", "rope_pair") if runtime.opaque else None
         device = torch.empty(0).device  # where vLLM builds the model
         cos, sin = (torch.from_numpy(x).to(device) for x in rope_table(base, rotary_dim, max_position_embeddings))
         self.register_buffer("_cos", cos, persistent=False)
@@ -82,8 +83,12 @@ class StrictRotaryEmbedding(RotaryEmbedding):
         """query[T,H·D], key[T,G·D], positions[T] int64 → both rotated; in one call where they lie side by side."""
         if key is None:
             return self._rotate(query, positions), None
-        if self._opaque:  # a compiler knows no addresses; what comes next is attention, which ends the captured piece
-            return self._rotate(query, positions), self._rotate(key, positions, seal=True)
+        if self._rope_pair is not None:
+            # A compiler knows no addresses. What comes next is attention, which ends the captured piece.
+            q_THD = query.view(query.shape[0], -1, self.head_size)
+            k_TGD = key.view(key.shape[0], -1, self.head_size)
+            q_THD, k_TGD = self._rope_pair(q_THD, k_TGD, self._cos, self._sin, positions, seal=True)
+            return q_THD.view(query.shape), k_TGD.view(key.shape)
         tokens, width = query.shape
         both = width + key.shape[1]
         if (
@@ -95,9 +100,9 @@ class StrictRotaryEmbedding(RotaryEmbedding):
             return rotated[:, :width], rotated[:, width:]
         return self._rotate(query, positions), self._rotate(key, positions)
 
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor, **seal: bool) -> torch.Tensor:
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x_THD = x.view(x.shape[0], -1, self.head_size)
-        rotated: torch.Tensor = self._rope(x_THD, self._cos, self._sin, positions, **seal)
+        rotated: torch.Tensor = self._rope(x_THD, self._cos, self._sin, positions)
         return rotated.view(x.shape)
 
 

@@ -89,7 +89,7 @@ class PagedAttentionImpl(StrictAttentionImpl):
         n = step.tokens
         keys, values = _halves(kv_cache)
         self._cache_write(key[:n], value[:n], keys, values, step.slots[:n])
-        output[:n] = self._attention(query[:n], keys, values, step.block_table, step.cu_q, step.seq_lens)
+        self._attention(query[:n], keys, values, step.block_table, step.cu_q, step.seq_lens, out=output[:n])
         return output
 
 

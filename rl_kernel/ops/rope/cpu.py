@@ -11,6 +11,13 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch
     return _rotate("rope", x, cos, sin, positions, 1.0)
 
 
+def rope_pair(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rope` of q[T,H,D] and of k[T,G,D]."""
+    return rope(q, cos, sin, positions), rope(k, cos, sin, positions)
+
+
 def rope_backward(dout: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The gradient of `rope`: the inverse rotation of dout[T,H,D]."""
     return _rotate("rope_backward", dout, cos, sin, positions, -1.0)

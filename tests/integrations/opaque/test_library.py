@@ -12,8 +12,8 @@ from rl_kernel.integrations.opaque.plan import OpaquePlan
 from rl_kernel.ops import strict_plan
 
 T, K, N, V = 5, 96, 64, 70
-FUNCTIONS = ("embedding", "gemm", "rms_norm", "add_rms_norm", "rope", "swiglu")
-OWNER = {"add_rms_norm": "rms_norm"}
+FUNCTIONS = ("embedding", "gemm", "rms_norm", "add_rms_norm", "rope", "rope_pair", "swiglu")
+OWNER = {"add_rms_norm": "rms_norm", "rope_pair": "rope"}
 
 
 def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -34,6 +34,7 @@ def arguments(key: str) -> dict[str, tuple[Any, ...]]:
         "rms_norm": (heads, bf16(16), 1e-5, key),
         "add_rms_norm": (bf16(T, K), bf16(T, K, seed=1), bf16(K, seed=2), 1e-6, True, key),
         "rope": (heads, cos, sin, torch.arange(T), False, key),
+        "rope_pair": (heads, heads[:, :2], cos, sin, torch.arange(T), False, key),
         "swiglu": (bf16(T, 2 * N), key),
     }
 
@@ -57,11 +58,13 @@ class Layer(torch.nn.Module):
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.ops["embedding"](ids, self.table)
         y, x = self.ops["add_rms_norm"](self.ops["rms_norm"](x, self.gain, 1e-5), x, self.gain, 1e-5, seal=True)
-        heads = self.ops["rope"](y.view(-1, 12, 8), self.cos, self.sin, positions, seal=True).view(y.shape)
+        heads, angles = y.view(-1, 12, 8), (self.cos, self.sin, positions)
+        q, k = self.ops["rope_pair"](heads[:, :8], heads[:, 8:], *angles, seal=True)
+        heads = self.ops["rope"](torch.cat((q, k), 1), *angles).view(y.shape)
         return self.ops["swiglu"](self.ops["gemm"](heads, self.up, segments=3)) + x[:, :N]
 
 
-CALLS = {"embedding": 1, "gemm": 1, "rms_norm": 1, "add_rms_norm": 1, "rope": 1, "swiglu": 1}
+CALLS = {"embedding": 1, "gemm": 1, "rms_norm": 1, "add_rms_norm": 1, "rope": 1, "rope_pair": 1, "swiglu": 1}
 
 
 def calls(served: OpaquePlan) -> dict[str, int]:
@@ -90,7 +93,7 @@ def test_the_compilers_graph_holds_operators_and_nothing_of_their_insides():
 
     torch.compile(Layer(served), fullgraph=True, backend=keep)(torch.arange(3), torch.arange(3))
     assert [name for name in seen if name.startswith("rl_kernel")] == [
-        f"rl_kernel.{name}" for name in ("embedding", "rms_norm", "add_rms_norm", "rope", "gemm", "swiglu")
+        f"rl_kernel.{name}" for name in ("embedding", "rms_norm", "add_rms_norm", "rope_pair", "rope", "gemm", "swiglu")
     ]
 
 
