@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from tests.gpu.vllm_process import TEMPERATURE
 
 CAPTURE = [1, 2, 4, 8, 16, 24]
 NEW_TOKENS = 6
+SECONDS = float(os.environ.get("ENGINE_SECONDS", "500"))  # that an engine may take with all its jobs
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -51,19 +55,44 @@ def run_engine(
         "arguments": defaults | (arguments or {}), "environment": environment or {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        asked, answer = Path(scratch, "spec.json"), Path(scratch, "result.json")
+        asked, answer, log = (Path(scratch, name) for name in ("spec.json", "result.json", "log"))
         asked.write_text(json.dumps(spec))
-        command = [sys.executable, "-m", "tests.gpu.vllm_process", str(asked), str(answer)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ), timeout=500)
-        log = f"{done.stdout[-3000:]}\n{done.stderr[-9000:]}"
+        ended = _run([sys.executable, "-m", "tests.gpu.vllm_process", str(asked), str(answer)], log)
+        name, text = f"{model.name}-{mode}-{tp}-{mutant}", log.read_text(errors="replace")
+        kept = os.environ.get("ENGINE_RESULTS")
+        if kept:
+            Path(kept, f"{name}.log").write_text(text)
         if not answer.exists():
-            raise RuntimeError(f"the engine of {model.name} ended with {done.returncode}:\n{log}")
+            raise RuntimeError(f"the engine of {model.name} ended with {ended}:\n{text[-12000:]}")
         result: dict[str, Any] = json.loads(answer.read_text())
-        if kept := os.environ.get("ENGINE_RESULTS"):
-            Path(kept, f"{model.name}-{mode}-{tp}-{mutant}.json").write_text(json.dumps(result))
+        if kept:
+            Path(kept, f"{name}.json").write_text(json.dumps(result))
         if "error" in result:
-            print(log)
+            print(text[-12000:])
         return result
+
+
+def _run(command: list[str], log: Path) -> str:
+    """Run `command` and whatever it starts; return how it ended. Stacks of a run that is too slow are in the log.
+
+    The output goes to a file and not through a pipe, which the engine's own processes would hold open after their
+    parent has ended.
+    """
+    environment = os.environ | {"PYTHONFAULTHANDLER": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            return f"exit code {process.wait(SECONDS)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)  # every Python process writes the stacks of all its threads
+            time.sleep(3)
+            return f"no result in {SECONDS:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def reference(folder: Path, asked: list[list[int]], responses: list[list[int]], segments: int = 1) -> list[str]:

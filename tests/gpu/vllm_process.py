@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_DISABLE_COMPILE_CACHE": "1",  # a mutant's code must not be found by the engine of the next test
 }
 

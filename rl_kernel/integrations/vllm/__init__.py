@@ -62,6 +62,8 @@ def engine_arguments(
         "worker_cls": STRICT_GPU_WORKER,
         "attention_backend": "CUSTOM",
         "enable_batch_sharded_sampling": False,
+        # Never called: sums over ranks are the contract's. Its set-up tries the peers out in further processes.
+        "disable_custom_all_reduce": True,
         # vLLM would warm its kernels up with requests that strict mode refuses.
         "kernel_config": {"enable_jit_warmup": False},
     }
