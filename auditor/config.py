@@ -106,7 +106,7 @@ class Config(BaseModel):
         bool, Field(description="stop when standard input ends, as it does when the process that started this one dies")
     ] = False
     ports_file: Annotated[Path | None, Field(description="written at start: the bound addresses as JSON")] = None
-    write_queue: Annotated[int, Field(ge=1, le=65536, description="batches that may wait for the ledger")] = 16
+    write_queue: Annotated[int, Field(ge=1, le=65536, description="batches that may wait for the ledger")] = 32
     message_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30, description="largest gRPC message")] = 16 << 20
     sample_tokens: Annotated[int, Field(ge=1, le=1 << 24, description="most tokens of one sample")] = 1 << 20
     shown_runs: Annotated[

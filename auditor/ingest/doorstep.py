@@ -6,12 +6,15 @@ while nobody else needs it.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from auditor.errors import RateError
+
+_FAIR_S: Final = 1.0
 
 
 class Call(Protocol):
@@ -30,9 +33,11 @@ class _Waiting:
 
 
 class Doorstep:
-    """most: places, of which one caller has half at most. Where there is none, the call that has waited longest, of the
-    caller's own or of all, makes room if it has waited for patience_s; else RateError. longest_s: after which a call is
-    ended in any case. on_end: called for each call that is ended.
+    """most: places, of which one caller has half at most. longest_s: after which a call is ended in any case.
+
+    Where there is no place, the oldest call of the caller's own, or of the caller who has most, makes room if it has
+    had patience_s for its message, which may be large and its network slow; else RateError. For a caller who has none,
+    _FAIR_S are enough. on_end: called for each call that is ended.
     """
 
     def __init__(self, most: int, patience_s: float, longest_s: float, on_end: Callable[[], None]) -> None:
@@ -60,17 +65,17 @@ class Doorstep:
                     self._waiting.remove(mine)
 
     def _make_room(self, new: _Waiting) -> None:
-        own = [waiting for waiting in self._waiting if waiting.caller == new.caller]
-        if len(own) >= max(1, self._most // 2):
-            oldest = own[0]
+        places = Counter(waiting.caller for waiting in self._waiting)
+        if places[new.caller] >= max(1, self._most // 2):
+            most_of = new.caller
         elif len(self._waiting) >= self._most:
-            oldest = self._waiting[0]
+            most_of = places.most_common(1)[0][0]
         else:
             return
-        if new.since - oldest.since < self._patience_s:
+        oldest = next(waiting for waiting in self._waiting if waiting.caller == most_of)
+        if new.since - oldest.since < (self._patience_s if places[new.caller] else min(_FAIR_S, self._patience_s)):
             raise RateError(
-                f"{len(self._waiting)} calls are open whose message has not come; try again in {self._patience_s:g} s",
-                self._patience_s,
+                f"{len(self._waiting)} calls are open whose message has not come; try again in {_FAIR_S:g} s", _FAIR_S
             )
         self._end(oldest)
 

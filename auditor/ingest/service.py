@@ -33,7 +33,8 @@ _DOORSTEP = 16
 _WORKING = 24
 _STREAM_IDLE_S = 300.0
 _MESSAGE_S = 30.0
-_PATIENCE_S = 1.0
+# As long as the client of this project waits for an answer.
+_PATIENCE_S = 10.0
 # Codes of calls that nobody gets an answer to.
 _SILENT: Final = "silent"
 _INCOMPLETE: Final = "incomplete"
@@ -45,7 +46,8 @@ M = TypeVar("M", bound=Message)
 class AuditService:
     """accept: makes a batch durable and returns its receipts. on_error: told the code of each call that fails.
 
-    stream_idle_s: a stream without a message for that long is cancelled; message_s: a Submit before its message.
+    stream_idle_s: a stream without a message for that long is cancelled; message_s: a Submit before its message;
+    patience_s: where another call needs its place.
     """
 
     def __init__(
@@ -56,13 +58,14 @@ class AuditService:
         on_error: Callable[[str], None] = lambda code: None,
         stream_idle_s: float = _STREAM_IDLE_S,
         message_s: float = _MESSAGE_S,
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         self._accept = accept
         self._limits = limits
         self._admission = admission
         self._on_error = on_error
         self._streams = Streams(_STREAMS, stream_idle_s, lambda: on_error(_SILENT))
-        self._doorstep = Doorstep(_DOORSTEP, _PATIENCE_S, message_s, lambda: on_error(_SILENT))
+        self._doorstep = Doorstep(_DOORSTEP, patience_s, message_s, lambda: on_error(_SILENT))
 
     def submit(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Take one batch: a SubmitRequest, answered by a SubmitResponse."""

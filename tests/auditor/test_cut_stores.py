@@ -5,8 +5,11 @@ import threading
 import time
 import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
+import psycopg
 import pytest
 
 from auditor.client import AuditClient
@@ -102,6 +105,39 @@ def test_a_name_that_postgresql_cannot_take_is_refused_before_it_is_asked(
                 auditor.get(f"/api/v1/{path}")
             assert (refused.value.code, json.load(refused.value)["code"]) == (422, "invalid_request")
         assert auditor.stop() == 0
+
+
+def test_a_ledger_that_is_held_up_refuses_what_finds_no_room_to_wait_as_busy(
+    tmp_path: Path, postgres: PostgresServer
+) -> None:
+    postgres.fresh_database()
+    flags = ("--ledger", postgres.url, "--write-queue", "2")
+    with running_auditor(tmp_path, *flags) as auditor, psycopg.connect(postgres.url) as other:
+        other.execute("LOCK TABLE entries IN ACCESS EXCLUSIVE MODE")
+        with ThreadPoolExecutor(8) as callers:
+            calls = [callers.submit(refusal, auditor, "0")]
+            time.sleep(0.5)  # until it is being written, alone
+            calls += [callers.submit(refusal, auditor, f"{i}") for i in range(1, 8)]
+            deadline = time.monotonic() + 20
+            while sum(call.done() for call in calls) < 5 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            other.rollback()
+            said = [call.result() for call in calls]
+        refused = [details for details in said if details]
+        assert len(refused) == 5, "one is written and two wait"
+        assert set(refused) == {"busy: 2 batches wait to be written; try again"}
+        assert auditor.metrics()['auditor_errors_total{code="busy",part="grpc"}'] == 5
+        assert auditor.get("/api/v1/runs/run")["samples"] == 3
+        assert auditor.stop() == 0
+
+
+def refusal(auditor: AuditorProcess, sample: str) -> str:
+    """What a call failed with, empty where it did not."""
+    try:
+        send(auditor, *pair(sample))
+    except grpc.RpcError as error:
+        return str(error.details())  # type: ignore[attr-defined]
+    return ""
 
 
 @pytest.mark.timeout(60)

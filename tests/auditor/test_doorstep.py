@@ -14,6 +14,7 @@ import yaml
 from auditor.codec import to_wire
 from auditor.errors import RateError
 from auditor.grants import Grants
+from auditor.ingest import doorstep
 from auditor.ingest.admission import Admission
 from auditor.ingest.doorstep import Doorstep
 from auditor.ingest.limits import Limits
@@ -34,12 +35,17 @@ def metadata(token: str) -> tuple[tuple[str, str], ...]:
 
 
 @contextmanager
-def server(folder: Path, codes: list[str], message_s: float = 60.0) -> Iterator[str]:
+def server(folder: Path, codes: list[str], message_s: float = 60.0, patience_s: float = 1.0) -> Iterator[str]:
     tokens = [{"name": name, "token": f"t-{name}", "runs": ["*"]} for name in ("loud", "calm")]
     (folder / "tokens").write_text(yaml.safe_dump(tokens))
     admission = Admission(Grants(None, folder / "tokens"), Rate("records", 0, 1), Rate("bytes", 0, 1))
     service = AuditService(
-        lambda batch: [Receipt("accepted")] * len(batch), Limits(), admission, codes.append, message_s=message_s
+        lambda batch: [Receipt("accepted")] * len(batch),
+        Limits(),
+        admission,
+        codes.append,
+        message_s=message_s,
+        patience_s=patience_s,
     )
     running, port = start_server(service, "127.0.0.1:0", Limits(), None)
     try:
@@ -146,6 +152,21 @@ def test_places_are_shared_between_callers() -> None:
         parts.enter_context(step.place("b", third))
         parts.enter_context(step.place("a", Call()))
         assert [call.ended for call in (first, second, third)] == [True, False, False], "of its own, the oldest"
+
+
+def test_a_caller_without_a_place_gets_one_before_those_who_share_all_of_them_lose_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doorstep, "_FAIR_S", 0.0)
+    step = Doorstep(4, 60.0, 600.0, lambda: None)
+    calls = {(caller, i): Call() for caller in ("a", "b") for i in range(2)}
+    with ExitStack() as parts:
+        for (caller, _), call in calls.items():
+            parts.enter_context(step.place(caller, call))
+        with pytest.raises(RateError):
+            parts.enter_context(step.place("a", Call()))
+        parts.enter_context(step.place("c", Call()))
+        assert [call.ended for call in calls.values()] == [True, False, False, False]
 
 
 def test_a_call_is_not_ended_before_it_had_time_for_its_message() -> None:
