@@ -88,6 +88,11 @@ def _choose(contract: OpContract, device: str, table: tuple[Backend, ...]) -> Ba
             f"proven are: {others or 'none'}"
         )
     raise PlanError(
-        f"no backend serves {contract.op} on {device} under MMA model {contract.mma} and exp2 model {contract.exp2}; "
-        f"there is: {others or 'none'}"
+        f"no backend serves {contract.op} on {device} under {_models(contract)}; there is: {others or 'none'}"
     )
+
+
+def _models(contract: OpContract) -> str:
+    """The models that the op has: most have an MMA model or an exp2 model, some have both or none."""
+    found = [f"{kind} model {name}" for kind, name in (("MMA", contract.mma), ("exp2", contract.exp2)) if name]
+    return " and ".join(found) or "its contract"

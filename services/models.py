@@ -48,11 +48,17 @@ PACKAGED: Final = {SMOLLM2.name: SMOLLM2}
 def ensure_model(name_or_folder: str, cache: Path = Path("models"), say: Say = print) -> Path:
     """Return the folder of a model: `name_or_folder` itself if it is one, else a packaged model, fetched if need be.
 
-    Raises ModelUnavailable if there is neither, or if the package cannot be had.
+    Raises ModelUnavailable if there is neither, or if the package cannot be had or kept.
     """
     folder = Path(name_or_folder)
-    if (folder / "config.json").is_file():
-        return folder
+    try:
+        if (folder / "config.json").is_file():
+            return folder
+    except OSError as error:
+        raise ModelUnavailable(
+            f"model.path = {name_or_folder!r} cannot be looked into: {error.strerror}; "
+            f"it should be a Hugging Face folder, or one of {', '.join(PACKAGED)}"
+        ) from None
     model = PACKAGED.get(name_or_folder)
     if model is None:
         raise ModelUnavailable(
@@ -60,13 +66,19 @@ def ensure_model(name_or_folder: str, cache: Path = Path("models"), say: Say = p
             f"packaged models: {', '.join(PACKAGED)}"
         )
     target = cache / model.name
-    if is_complete(target):
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f".{model.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not is_complete(target):
-            _build(model, target, say)
+    try:
+        if is_complete(target):
+            return target
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / f".{model.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_complete(target):
+                _build(model, target, say)
+    except OSError as error:
+        raise ModelUnavailable(
+            f"model.cache = {str(cache)!r} cannot hold the model {model.name}: {error.strerror or error}; "
+            f"use a folder that this user may write to, with room for it"
+        ) from None
     return target
 
 

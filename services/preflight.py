@@ -1,28 +1,37 @@
 """Everything that can be known to be wrong before anything is started: one line each, the thing and what is right."""
 
+import os
 import shutil
+import ssl
+import tempfile
+import urllib.parse
 from pathlib import Path
 
+import psutil
+
+from rl_kernel.contract import PROFILES
 from rl_kernel.contracts import model_contract
-from rl_kernel.errors import RlKernelError
+from rl_kernel.errors import ContractError, PlanError, RlKernelError
 from rl_kernel.ops import device_of
-from rl_kernel.reference.config import DecoderConfig
+from rl_kernel.reference.config import ARCHITECTURES, DecoderConfig
+from rl_kernel.reference.weights import read_json
 from services.config import Config
 from services.errors import ConfigError
 from services.rollout.options import EngineOptions, check_tensors
 from services.tasks import make_task
 
 _MIB = 2**20
+_THREADS_A_CORE = 4
+_MOST_SAMPLES = 1_000_000  # of a step: the job holds them all, and the auditor their records
 
 
 def check(config: Config, model: Path) -> DecoderConfig:
     """Check the config against the model folder and this machine; return the model's shape. Raises ConfigError."""
-    try:
-        device_of(model_contract(config.numerics.profile, segments=config.numerics.segments))
-        shape = DecoderConfig.read(model)
-        check_tensors(shape, model)
-    except RlKernelError as error:
-        raise ConfigError(str(error)) from None
+    _check_amounts(config)
+    device = _device(config)
+    if not (config.ray.address or os.environ.get("RAY_ADDRESS")):
+        _check_machine(config, device)
+    shape = _check_model(model)
     strict = config.numerics.mode == "strict"
     for side, tp_size in (("rollout", config.rollout.tp_size), ("trainer", config.trainer.tp_size)):
         check_tp(f"{side}.tp_size", tp_size, shape, config.numerics.segments if strict else None)
@@ -30,9 +39,70 @@ def check(config: Config, model: Path) -> DecoderConfig:
         _check_segments(config.numerics.segments, shape)
     _check_lengths(config, shape)
     _check_kv_cache(config, shape)
-    _check_prompts(config, model)
+    _check_prompts(config, model, shape)
     _check_auditor(config)
     _check_disk(config, model)
+    return shape
+
+
+def _check_amounts(config: Config) -> None:
+    samples = config.task.prompts_per_step * config.task.samples_per_prompt
+    if samples > _MOST_SAMPLES:
+        raise ConfigError(
+            f"task.prompts_per_step = {config.task.prompts_per_step} times task.samples_per_prompt = "
+            f"{config.task.samples_per_prompt} are {samples} samples a step; use {_MOST_SAMPLES} or less"
+        )
+
+
+def _device(config: Config) -> str:
+    """`cpu` or `cuda`: what the profile's arithmetic is of."""
+    profile, segments = config.numerics.profile, config.numerics.segments
+    try:
+        model_contract(segments=segments)
+    except ContractError as error:
+        raise ConfigError(f"numerics.segments = {segments}: {error}") from None
+    try:
+        return device_of(model_contract(profile, segments=segments))
+    except PlanError as error:
+        run = ", ".join(name for name in PROFILES if _runs(name))
+        raise ConfigError(f"numerics.profile = {profile!r}: {error}; profiles that run: {run}") from None
+    except ContractError as error:
+        raise ConfigError(f"numerics.profile = {profile!r}: {error}") from None
+
+
+def _runs(profile: str) -> bool:
+    try:
+        device_of(model_contract(profile))
+    except PlanError:
+        return False
+    return True
+
+
+def _check_machine(config: Config, device: str) -> None:
+    """What this machine must have, where no other one runs the actors."""
+    cores, threads = os.cpu_count() or 1, config.numerics.threads
+    if threads > _THREADS_A_CORE * cores:
+        raise ConfigError(f"numerics.threads = {threads} is far more than this machine's {cores} cores; use {cores}")
+    rollout = config.rollout
+    needs = [("ray.object_store_mb", config.ray.object_store_mb)]
+    # vLLM has a row of token ids, int32, for each sequence.
+    needs.append(("rollout.max_num_seqs times max_model_len", 4 * rollout.max_num_seqs * rollout.max_model_len // _MIB))
+    if device == "cpu":
+        needs.append(("rollout.kv_cache_mb on all ranks", rollout.kv_cache_mb * rollout.tp_size))
+    there = psutil.virtual_memory().total // _MIB
+    for what, need in needs:
+        if need > there:
+            raise ConfigError(f"{what} asks for {need} MiB, and this machine has {there}; use less")
+
+
+def _check_model(model: Path) -> DecoderConfig:
+    try:
+        shape = DecoderConfig.read(model)
+        check_tensors(shape, model)
+        if not read_json(model / "config.json").get("architectures"):  # vLLM chooses its model class by it
+            raise ConfigError(f"{model}/config.json has no 'architectures'; add [{ARCHITECTURES[shape.model_type]!r}]")
+    except RlKernelError as error:
+        raise ConfigError(str(error)) from None
     return shape
 
 
@@ -99,8 +169,14 @@ def _check_lengths(config: Config, shape: DecoderConfig) -> None:
         )
 
 
-def _check_prompts(config: Config, model: Path) -> None:
-    longest, room = make_task(config, model).longest_prompt(), config.rollout.max_model_len
+def _check_prompts(config: Config, model: Path, shape: DecoderConfig) -> None:
+    task = make_task(config, model)
+    if task.largest_id() >= shape.vocab:
+        raise ConfigError(
+            f"{model}: the tokenizer has ids up to {task.largest_id()}, and the model a vocabulary of {shape.vocab}; "
+            f"use the tokenizer.json that the model was trained with"
+        )
+    longest, room = task.longest_prompt(), config.rollout.max_model_len
     if longest + config.rollout.max_new_tokens > room:
         raise ConfigError(
             f"rollout.max_model_len = {room} has no room for a prompt of {longest} tokens and "
@@ -133,12 +209,54 @@ def _check_auditor(config: Config) -> None:
         raise ConfigError(f"{missing} is empty; a running auditor needs both auditor.grpc and auditor.http")
     if auditor.http and not auditor.http.startswith(("http://", "https://")):
         raise ConfigError(f"auditor.http = {auditor.http!r} should be a URL such as http://127.0.0.1:8080")
+    try:
+        url = urllib.parse.urlsplit(auditor.http)
+        if auditor.http and not (url.hostname and url.port != 0):
+            raise ValueError("no host, or port 0")
+    except ValueError as error:
+        raise ConfigError(
+            f"auditor.http = {auditor.http!r}: {error}; it should be like http://127.0.0.1:8080"
+        ) from None
     if bool(auditor.tls_certificate) != bool(auditor.tls_key):
         raise ConfigError("auditor.tls_certificate and auditor.tls_key are given together or not at all")
+    if auditor.tls_certificate and not auditor.tls_ca:
+        raise ConfigError(
+            "auditor.tls_ca is empty; auditor.tls_certificate is shown only to an auditor of that authority"
+        )
     for name in ("token_file", "tls_ca", "tls_certificate", "tls_key"):
-        file = getattr(auditor, name)
-        if file and not Path(file).is_file():
-            raise ConfigError(f"auditor.{name} = {file!r} does not exist")
+        if file := getattr(auditor, name):
+            _check_secret(f"auditor.{name}", file, is_token=name == "token_file")
+    _check_certificates(auditor.tls_ca, auditor.tls_certificate, auditor.tls_key)
+
+
+def _check_secret(key: str, name: str, *, is_token: bool) -> None:
+    """`name` must be a file that can be read; a token must fit into a header."""
+    try:
+        content = Path(name).read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{key} = {name!r} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"{key} = {name!r} cannot be read: {error.strerror}; it should be a file") from None
+    token = content.strip()
+    if is_token and not (token and all(0x20 <= byte < 0x7F for byte in token)):
+        raise ConfigError(f"{key} = {name!r} holds no bearer token; it should be one line of printable ASCII")
+
+
+def _check_certificates(authority: str, certificate: str, private_key: str) -> None:
+    if not authority:
+        return
+    try:
+        context = ssl.create_default_context(cafile=authority)
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(f"auditor.tls_ca = {authority!r} holds no certificate in PEM: {error}") from None
+    if certificate:
+        try:
+            context.load_cert_chain(certificate, private_key, password=lambda: "")  # an empty one: never ask for it
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(
+                f"auditor.tls_certificate = {certificate!r} and auditor.tls_key = {private_key!r} are not a "
+                f"certificate and its key, without a passphrase, in PEM: {error}"
+            ) from None
 
 
 def _check_disk(config: Config, model: Path) -> None:
@@ -169,8 +287,11 @@ def _directory(key: str, name: str) -> Path:
     folder = Path(name).resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except (FileExistsError, NotADirectoryError):
         raise ConfigError(f"{key} = {name!r} is a file, or lies below one; it should be a folder") from None
     except OSError as error:
-        raise ConfigError(f"{key} = {name!r} cannot be made: {error.strerror}") from None
+        raise ConfigError(
+            f"{key} = {name!r} cannot be written to: {error.strerror}; use a folder that this user may write to"
+        ) from None
     return folder

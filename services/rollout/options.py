@@ -69,7 +69,8 @@ def check_split(config: DecoderConfig, options: EngineOptions) -> None:
 def check_tensors(config: DecoderConfig, folder: Path) -> None:
     """Raise ModelError if `folder` does not hold exactly what a model of this config needs, in bf16."""
     tensors = map_weights(folder)
-    for name, shape in expected_tensors(config):
+    expected = dict(expected_tensors(config))
+    for name, shape in expected.items():
         if name not in tensors:
             raise ModelError(f"{folder}: tensor {name!r} is missing")
         dtype, array = tensors[name]
@@ -77,6 +78,11 @@ def check_tensors(config: DecoderConfig, folder: Path) -> None:
             raise ModelError(f"{folder}: tensor {name!r} is {dtype}{list(array.shape)}, expected BF16{list(shape)}")
     if config.tied and "lm_head.weight" in tensors:
         raise ModelError(f"{folder}: 'lm_head.weight' must not be there, since tie_word_embeddings is true")
+    for name in sorted(tensors.keys() - expected.keys()):
+        raise ModelError(
+            f"{folder}: tensor {name!r} is not of the {config.model_type} decoder of {config.layers} layers that "
+            f"config.json describes; remove it, or correct config.json"
+        )
 
 
 def thread_binding(options: EngineOptions) -> str:

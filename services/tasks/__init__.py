@@ -25,6 +25,10 @@ class Task(Protocol):
         """Tokens of the longest prompt that there can be."""
         ...
 
+    def largest_id(self) -> int:
+        """The largest token id that a prompt can have."""
+        ...
+
     def reward(self, prompt: Prompt, response: tuple[int, ...]) -> float:
         """What a response is worth, from 0 to 1."""
         ...

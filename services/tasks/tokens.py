@@ -1,11 +1,11 @@
 """A task for models without a tokenizer: random prompts, and a reward for tokens of the vocabulary's lower half."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from rl_kernel.reference.config import DecoderConfig
 from services.records import Prompt
 
 _SHORTEST, _LONGEST = 3, 20  # tokens of a prompt
@@ -21,8 +21,8 @@ class LowTokens:
 
     @classmethod
     def of_model(cls, model: Path, seed: int) -> "LowTokens":
-        """Read the vocabulary's size from a model folder."""
-        return cls(int(json.loads((model / "config.json").read_text())["vocab_size"]), seed)
+        """Read the vocabulary's size from a model folder; ModelError if that is none."""
+        return cls(DecoderConfig.read(model).vocab, seed)
 
     def prompts(self, step: int, count: int) -> tuple[Prompt, ...]:
         """`count` prompts from (seed, step)."""
@@ -33,6 +33,10 @@ class LowTokens:
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt that there can be."""
         return _LONGEST
+
+    def largest_id(self) -> int:
+        """The largest token id that a prompt can have."""
+        return self.vocab_size - 1
 
     def reward(self, prompt: Prompt, response: tuple[int, ...]) -> float:
         """Share of low ids; 0.0 for an empty response."""

