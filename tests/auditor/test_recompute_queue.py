@@ -179,7 +179,7 @@ def test_a_recompute_that_does_not_end_is_ended_and_the_queue_goes_on(root: Path
 
 
 def test_what_finds_no_room_is_skipped_counted_and_shown_and_never_as_recomputed(root: Path, tmp_path: Path) -> None:
-    flags = ("--weights-root", str(root), "--recompute-rate", "1", "--recompute-timeout-s", "6")
+    flags = ("--weights-root", str(root), "--recompute-rate", "1")
     # No search for causes, which would try version 3 as well.
     flags += ("--recompute-queue", "2", "--diagnose-per-step", "0")
     with running_auditor(tmp_path / "a", *flags) as auditor:
@@ -197,6 +197,8 @@ def test_what_finds_no_room_is_skipped_counted_and_shown_and_never_as_recomputed
         assert counted(auditor, "recompute_skipped_samples", run_id="run", chosen="mismatch") == 2
         left_out = auditor.get("/api/v1/runs/run/samples/0/differ2")["judgement"]
         assert (left_out["reference"], left_out["side"], left_out["verdict"]) == ("skipped", "unknown", "mismatch")
+        with (root / "v000003/model.safetensors").open("wb"):
+            pass  # whoever waits for it finds it empty
         run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0)
         assert run["by_reference"] == {"failed": 1, "done": 2, "skipped": 11}
         assert run["recomputed_tokens"] == 2 * RESPONSE
