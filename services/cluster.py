@@ -1,14 +1,18 @@
 """Ray around the two actors: a cluster to run on, one process an engine (and trainer rank), and plain calls to them.
 
-What an actor raises arrives here as the error itself, without Ray's wrapping; an actor that dies is a ServicesError.
+What an actor raises on purpose arrives here as the error itself, without Ray's wrapping; what else goes wrong in its
+process is a ServicesError, and so is its death.
 """
 
+import functools
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +36,8 @@ from services.weights import WeightStore
 _CLOSE_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.2
+_ROLLOUT, _TRAINER = "the rollout actor", "the trainer actor"
+_MESSAGE = 400  # characters of a foreign error that a line has room for
 
 
 @contextmanager
@@ -88,7 +94,7 @@ def _require_somebody_at(address: str) -> None:
         return  # `auto`, or nothing
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:  # the latter: a port or a host name that there cannot be
         raise ServicesError(
             f"nobody answers at the Ray cluster's address {address} ({error}); `ray status` there says which is right"
         ) from None
@@ -124,7 +130,7 @@ class RolloutHandle:
 
     def __init__(self, make_engine: Callable[[], RolloutEngine], audit: AuditTarget, place: Place) -> None:
         self._log = place.log
-        self._actor, self._started = _start(RolloutActor, place, make_engine, audit)
+        self._actor, self._started = _start(RolloutActor, _ROLLOUT, place, make_engine, audit)
 
     def wait(self) -> None:
         """Wait until the engine is there; raises what its start raised."""
@@ -149,7 +155,7 @@ class RolloutHandle:
         _close([self._actor])
 
     def _call(self, reference: Any) -> Any:
-        return _results([reference], "the rollout actor", self._log)[0]
+        return _results([reference], _ROLLOUT, self._log)[0]
 
 
 class TrainerHandle:
@@ -160,12 +166,14 @@ class TrainerHandle:
     ) -> None:
         """make_engine: rank → what builds that rank's engine, in its own process. The ranks find each other there."""
         self._log = place.log
-        started = [_start(TrainerActor, place, make_engine(r), audit if r == 0 else None) for r in range(ranks)]
+        started = [
+            _start(TrainerActor, _TRAINER, place, make_engine(r), audit if r == 0 else None) for r in range(ranks)
+        ]
         self._actors, self._started = [actor for actor, _ in started], [reference for _, reference in started]
 
     def wait(self) -> None:
         """Wait until the engines of all ranks are there; raises what a start raised."""
-        _results(self._started, "the trainer actor", self._log)
+        _results(self._started, _TRAINER, self._log)
 
     def load(self, weights: WeightVersion) -> str:
         """As TrainerActor.load."""
@@ -200,14 +208,23 @@ class TrainerHandle:
 
     def _all(self, method: str, *arguments: Any) -> Any:
         references = [getattr(actor, method).remote(*arguments) for actor in self._actors]
-        return _results(references, "the trainer actor", self._log)[0]
+        return _results(references, _TRAINER, self._log)[0]
 
 
-def _start(actor: type, place: Place, *arguments: Any) -> tuple[Any, Any]:
+def _start(actor: type, who: str, place: Place, *arguments: Any) -> tuple[Any, Any]:
     """Start a process for `actor`; return its handle and the reference of its start, which may fail."""
+    options = {"num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": dict(place.environment)}}
+    if place.gpus:
+        options["num_gpus"] = place.gpus
+    handle = ray.remote(_process(actor, who, place.log)).options(**options).remote()
+    return handle, handle.start.remote(*arguments)
+
+
+def _process(actor: type, who: str, log: Path) -> type:
+    """What runs in the actor's process: the actor, with its output in `log` and its errors in our terms."""
 
     class Process(actor):  # type: ignore[misc]
-        def __init__(self, log: Path) -> None:
+        def __init__(self) -> None:
             _append_output_to(log)
 
         def start(self, *arguments: Any) -> None:
@@ -215,11 +232,41 @@ def _start(actor: type, place: Place, *arguments: Any) -> tuple[Any, Any]:
             super().__init__(*arguments)
 
     Process.__name__ = Process.__qualname__ = actor.__name__
-    options = {"num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": dict(place.environment)}}
-    if place.gpus:
-        options["num_gpus"] = place.gpus
-    handle = ray.remote(Process).options(**options).remote(place.log)
-    return handle, handle.start.remote(*arguments)
+    for name in [name for name in dir(Process) if not name.startswith("_")]:
+        setattr(Process, name, _in_our_terms(getattr(Process, name), who, log))
+    return Process
+
+
+def _in_our_terms(method: Callable[..., Any], who: str, log: Path) -> Callable[..., Any]:
+    """The method, whose errors can be pickled: a foreign one often cannot, and Ray then loses what it said."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except Exception as error:
+            if not _travels(error):
+                traceback.print_exc()
+                raise ServicesError(f"{who} failed: {_one_line(error)}; its output is in {log}") from None
+            raise
+
+    return call
+
+
+def _travels(error: Exception) -> bool:
+    """Whether the job can do something with the error itself, and it is the same after it was pickled."""
+    if not isinstance(error, (ServicesError, RlKernelError, OSError)):
+        return False
+    try:
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301  our own bytes
+    except Exception:  # noqa: BLE001  a class's own __reduce__ may raise anything
+        return False
+    return type(again) is type(error) and str(again) == str(error)
+
+
+def _one_line(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    return text if len(text) <= _MESSAGE else text[:_MESSAGE] + " …"
 
 
 def _append_output_to(log: Path) -> None:
@@ -237,8 +284,7 @@ def _results(references: list[Any], who: str, log: Path) -> list[Any]:
     except RayTaskError as error:
         if isinstance(error.cause, (ServicesError, RlKernelError, OSError)):
             raise error.cause from None
-        what = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
-        raise ServicesError(f"{who} failed: {what}; its output is in {log}") from None
+        raise ServicesError(f"{who} failed: {_one_line(error.cause)}; its output is in {log}") from None
     except RayActorError as error:
         raise ServicesError(f"{who} died: {_first_line(error)}; its output is in {log}") from None
     except RayError as error:  # out of memory, an environment that cannot be set up, a node that is gone, …
