@@ -23,6 +23,7 @@ MIN_TEMPERATURE: Final = 0.01  # of vLLM, which raises a lower one to it without
 # Nothing here allocates before `services.preflight` has compared it with the machine; these bounds keep what is
 # compared, and what is only waited for, within reason.
 _COUNT, _MANY, _MIB, _SECONDS = 2**31 - 1, 1_000_000, 2**24, 7 * 86_400
+_RUN_NAME: Final = "([A-Za-z0-9][A-Za-z0-9._-]{0,63})?"
 
 
 def _no_boolean(value: Any) -> Any:
@@ -64,6 +65,7 @@ class Run(Section):
     name: str = Field(
         default="",
         description="its run ids begin with it and a dot, so that an auditor's token can be for them (NAME.*)",
+        json_schema_extra={"pattern": f"^{_RUN_NAME}$"},
     )
     directory: str = Field(default="runs", description="each run gets a folder here, and `latest` points at the newest")
     checkpoint_every: int = Field(
@@ -73,7 +75,7 @@ class Run(Section):
     @field_validator("name")
     @classmethod
     def _is_part_of_an_id(cls, name: str) -> str:
-        if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})?", name):
+        if not re.fullmatch(_RUN_NAME, name):
             raise PydanticCustomError(
                 "run_name", "use up to 64 letters, digits, '.', '_' and '-', the first a letter or a digit"
             )
