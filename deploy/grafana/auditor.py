@@ -19,7 +19,7 @@ _EACH = "{{instance}} {{cluster}}"
 def build() -> dashboard.Dashboard:
     """The dashboard."""
     page = board("rlk-auditor", "RL auditor", "Ingest, lag, recompute and storage of the auditor itself.")
-    for part in (_state, _ingest, _sides, _recompute, _storage, _process):
+    for part in (_state, _ingest, _sides, _recompute, _recompute_failures, _storage, _process):
         page = part(page)
     return page
 
@@ -169,7 +169,12 @@ def _recompute(page: dashboard.Dashboard) -> dashboard.Dashboard:
             )
         )
         .with_panel(lines("Seconds a sample", _quantiles("auditor_recompute_seconds"), "By the reference.", unit="s"))
-        .with_panel(
+    )
+
+
+def _recompute_failures(page: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        page.with_panel(
             lines(
                 "Samples that could not be recomputed",
                 [

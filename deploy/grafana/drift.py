@@ -32,7 +32,7 @@ def build() -> dashboard.Dashboard:
         "Rollout against trainer, bit by bit, and both against the reference. Choose a strict and a native run to"
         " overlay them. An empty panel means that nothing was compared: it is not a zero.",
     )
-    for part in (_verdict, _curves, _breakdown, _dialects, _coverage):
+    for part in (_verdict, _curves, _breakdown, _breakdown_of_values, _dialects, _coverage):
         page = part(page)
     return page
 
@@ -165,7 +165,12 @@ def _breakdown(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 stacked=True,
             )
         )
-        .with_panel(
+    )
+
+
+def _breakdown_of_values(page: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        page.with_panel(
             distribution(
                 "ULP between the sides",
                 f"sum by (le) (increase(auditor_ulp_diff_bucket{{{AUDITOR}}}{_RATE}))",
