@@ -7,6 +7,7 @@ every step the calls that the plan counted must be those that the model implies.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -33,7 +34,7 @@ from services.engines import EngineFacts
 from services.errors import TrainingError
 from services.records import Batch, Logprobs, Sample, TrainOutcome
 from services.trainer.checkpoint import Progress, read_checkpoint, write_checkpoint
-from services.trainer.loss import TokenLoss, token_loss, total
+from services.trainer.loss import TokenLoss, token_loss, token_place, total
 from services.trainer.optimizer import AdamW, AdamWOptions, Schedule, gradient_norm
 from services.trainer.tensor_file import Entry, write_tensors
 
@@ -161,9 +162,9 @@ class TrainerEngine:
         temperature, active = _temperature(batch), sum(sum(s.mask) for s in batch.samples)
         if not active:
             raise TrainingError(f"step {batch.step}: no token of the batch is active; a loss needs at least one")
-        first = self._update(batch.samples, temperature, active)
+        first = self._update(batch, temperature, active)
         for _ in range(1, self._options.updates_per_step):
-            self._update(batch.samples, temperature, active)
+            self._update(batch, temperature, active)
         self._model.prove()
         return first
 
@@ -197,21 +198,21 @@ class TrainerEngine:
         """What served each op in this process so far; None for a native engine."""
         return self._model.plan.evidence() if isinstance(self._model, StrictModel) else None
 
-    def _update(self, samples: Sequence[Sample], temperature: float, active: int) -> TrainOutcome:
+    def _update(self, batch: Batch, temperature: float, active: int) -> TrainOutcome:
         """Forward and backward over the batch in its order, then one optimizer step."""
         logprobs: list[Logprobs] = []
         losses: list[TokenLoss] = []
-        tokens = [Tokens(s.rollout.prompt, s.rollout.response) for s in samples]
+        tokens = [Tokens(s.rollout.prompt, s.rollout.response) for s in batch.samples]
         self._model.clear_gradients()
         for run in micro_batches(tokens, self._options.micro_batch_tokens):
             part = [tokens[i] for i in run]
             new = self._logprobs(part, temperature)
             values = new.detach().cpu().numpy()
-            losses.append(self._loss([samples[i] for i in run], values, active))
+            losses.append(self._loss(batch.step, [batch.samples[i] for i in run], values, active))
             self._model.backward(new, torch.from_numpy(losses[-1].gradient))
             logprobs += _split(part, values)
         self._model.finish_gradients()
-        norm = self._step()
+        norm = self._step(batch.step)
         return TrainOutcome(
             logprobs=tuple(logprobs),
             loss=total([loss.loss for loss in losses]),
@@ -219,8 +220,9 @@ class TrainerEngine:
             clip_fraction=sum(int(loss.clipped.sum()) for loss in losses) / active,
         )
 
-    def _loss(self, samples: Sequence[Sample], new: Logprobs, active: int) -> TokenLoss:
+    def _loss(self, step: int, samples: Sequence[Sample], new: Logprobs, active: int) -> TokenLoss:
         lengths = [len(s.rollout.response) for s in samples]
+        responses = [(s.rollout.sample_id, s.rollout.response) for s in samples]
         return token_loss(
             new,
             np.concatenate([s.rollout.logprobs for s in samples]),
@@ -229,15 +231,18 @@ class TrainerEngine:
             active_in_step=active,
             clip_low=self._options.clip_low,
             clip_high=self._options.clip_high,
+            place=partial(token_place, step, responses),
         )
 
-    def _step(self) -> float:
+    def _step(self, step: int) -> float:
         """Clip the gradients' norm and update the weights; return the norm before clipping."""
         layout = self._model.layout
         gradients = {name: p.main_grad for name, p in self._model.parameters.items()}
         norm = gradient_norm(pieces(layout, gradients), layout.blocks, self._tp)
         if not math.isfinite(norm):
-            raise TrainingError(f"the gradient's norm is {norm}; the weights are as they were before this update")
+            raise TrainingError(
+                f"step {step}: the gradient's norm is {norm}; the weights are as they were before this update"
+            )
         self._updates += 1
         scale = min(1.0, self._options.max_grad_norm / norm) if norm else 1.0
         self._adamw().step(self._updates, self._options.schedule.rate(self._updates), scale)

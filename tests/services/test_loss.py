@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.errors import TrainingError
-from services.trainer.loss import token_loss, total
+from services.trainer.loss import token_loss, token_place, total
 
 
 def loss(new, old, advantage, active=None, **changes):
@@ -88,3 +88,16 @@ def test_a_logprob_that_is_not_finite_is_refused_with_its_place(side):
     new, old = (bad, good) if side == "trainer's" else (good, bad)
     with pytest.raises(TrainingError, match=f"the {side} logprob of token 1 is nan"):
         loss(new, old, [1.0, 1.0])
+
+
+def test_the_place_of_a_token_is_one_that_a_person_can_look_up():
+    responses = [("000-00", (7, 8)), ("000-01", ()), ("001-00", (9,))]
+    assert [token_place(3, responses, i) for i in range(3)] == [
+        "token 0 (id 7) of the response of sample 000-00 in step 3",
+        "token 1 (id 8) of the response of sample 000-00 in step 3",
+        "token 0 (id 9) of the response of sample 001-00 in step 3",
+    ]
+    with pytest.raises(
+        TrainingError, match=r"the trainer's logprob of token 0 \(id 9\) of the response of sample 001-00"
+    ):
+        loss([-1.0, -1.0, np.nan], [-1.0] * 3, [1.0] * 3, place=lambda i: token_place(3, responses, i))

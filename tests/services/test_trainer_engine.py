@@ -209,11 +209,22 @@ def test_a_batch_of_two_temperatures_is_refused(engine):
 
 
 def test_a_nan_from_the_rollout_is_refused_and_leaves_the_weights_alone(engine, folder, tmp_path):
-    of = batch()
-    poisoned = np.full(len(of.samples[0].rollout.response), np.nan, np.float32)
-    rest = tuple(s.rollout.logprobs for s in of.samples[1:])
-    with pytest.raises(TrainingError, match="the rollout's logprob of token 0 is nan"):
-        engine.train(with_rollout_logprobs(of, (poisoned, *rest)))
+    of = batch(step=4)
+    last = of.samples[-1].rollout  # in another micro-batch than the first
+    poisoned = np.array(last.logprobs)
+    poisoned[-1] = np.nan
+    rest = tuple(s.rollout.logprobs for s in of.samples[:-1])
+    place = rf"token {len(poisoned) - 1} \(id {last.response[-1]}\) of the response of sample 005 in step 4"
+    with pytest.raises(TrainingError, match=f"the rollout's logprob of {place} is nan; a loss needs finite ones"):
+        engine.train(with_rollout_logprobs(of, (*rest, poisoned)))
+    assert digest(engine, tmp_path) == weight_digest(folder)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_with_its_step_and_leaves_the_weights_alone(engine, folder, tmp_path):
+    of = batch(step=4)
+    endless = replace(of.samples[0], advantage=np.inf)
+    with pytest.raises(TrainingError, match=r"step 4: the gradient's norm is (nan|inf); the weights are as they were"):
+        engine.train(replace(of, samples=(endless, *of.samples[1:])))
     assert digest(engine, tmp_path) == weight_digest(folder)
 
 
