@@ -5,14 +5,20 @@ BIN := $(VENV)/bin
 NUMERICS ?= strict
 CONFIG ?= deploy/configs/demo.yaml
 PIP := $(BIN)/pip --disable-pip-version-check
+needs = { echo "set-up: $(1) is missing; apt-get install $(2)"; exit 1; }
 BUILD_TOOLS := scikit-build-core==1.1.2 nanobind==3.1.0 cmake ninja
 
 .PHONY: setup build model demo test test-soak lint bench gpu-build test-gpu bench-gpu clean ops-tools dashboards tour
 setup: $(VENV)/.built
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt
-	@command -v $(PYTHON) > /dev/null || { echo "set-up: $(PYTHON) is not here; install it, or say PYTHON=… (3.11)"; exit 1; }
-	@command -v c++ > /dev/null || { echo "set-up: no C++ compiler; install one (Debian: apt-get install g++)"; exit 1; }
+	@command -v $(PYTHON) > /dev/null || $(call needs,$(PYTHON),python3.11; or say PYTHON=… (3.11))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || $(call needs,Python 3.11 in $(PYTHON),python3.11; or say PYTHON=…)
+	@$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2> /dev/null || $(call needs,Python.h,python3.11-dev)
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || $(call needs,venv with pip,python3.11-venv)
+	@command -v c++ > /dev/null || $(call needs,a C++ compiler,g++)
+	@echo | c++ -std=c++20 -fsyntax-only -x c++ - 2> /dev/null || $(call needs,C++20 in c++,g++)
+	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2> /dev/null || $(call needs,libnuma.so.1 (vLLM loads it),libnuma1)
 	@echo "set-up 1/3: $(VENV) and build tools"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -qq $(BUILD_TOOLS)
