@@ -29,14 +29,14 @@ def check(config: Config, model: Path) -> DecoderConfig:
     """Check the config against the model folder and this machine; return the model's shape. Raises ConfigError."""
     _check_amounts(config)
     device = _device(config)
-    if not (config.ray.address or os.environ.get("RAY_ADDRESS")):
-        _check_machine(config, device)
     shape = _check_model(model)
     strict = config.numerics.mode == "strict"
     for side, tp_size in (("rollout", config.rollout.tp_size), ("trainer", config.trainer.tp_size)):
         check_tp(f"{side}.tp_size", tp_size, shape, config.numerics.segments if strict else None)
     if strict:
         _check_segments(config.numerics.segments, shape)
+    if not (config.ray.address or os.environ.get("RAY_ADDRESS")):
+        _check_machine(config, device)
     _check_lengths(config, shape)
     _check_kv_cache(config, shape)
     _check_prompts(config, model, shape)

@@ -17,6 +17,19 @@ _MOST: Final = 2**31 - 1
 _MOST_POSITIONS: Final = 2**24
 _FULL: Final = "full_attention"
 _PLAIN_ROPE: Final = "default"
+# Keys that ask an engine for other arithmetic than the contract's, with the values that do not.
+_ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "bias": (False, None),
+    "qkv_bias": (False, None),
+    "is_causal": (True, None),
+    "use_sliding_window": (False, None),
+    "hidden_act": ("silu", None),
+    "logit_scale": (1, None),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+}
 
 Raw = Mapping[str, Any]
 
@@ -63,15 +76,7 @@ class DecoderConfig:
     @classmethod
     def _from_dict(cls, raw: Raw) -> "DecoderConfig":
         model_type = _architecture(raw)
-        for key, allowed in (
-            ("attention_bias", (False, None)),
-            ("mlp_bias", (False, None)),
-            ("use_sliding_window", (False, None)),
-            ("hidden_act", ("silu", None)),
-            ("quantization_config", (None,)),
-        ):
-            if raw.get(key) not in allowed:
-                raise ModelError(f"{key}={_shown(raw[key])} has no contract; it must be {allowed[0]!r}")
+        _refuse_other_arithmetic(raw)
         hidden, heads, layers = (_count(raw, k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
         kv_heads = _count(raw, "num_key_value_heads", default=heads)
         if heads % kv_heads:
@@ -109,6 +114,14 @@ def _architecture(raw: Raw) -> str:
     return model_type
 
 
+def _refuse_other_arithmetic(raw: Raw) -> None:
+    for key, allowed in _ALLOWED.items():
+        if raw.get(key) not in allowed:
+            raise ModelError(f"{key}={_shown(raw[key])} has no contract; it must be {allowed[0]!r}")
+    if raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False:
+        raise ModelError(f"sliding_window={_shown(raw['sliding_window'])} has no contract; it must be None")
+
+
 def _refuse_other_attention(raw: Raw, layers: int) -> None:
     kinds = raw.get("layer_types")
     if kinds is not None and kinds != [_FULL] * layers:
@@ -120,7 +133,6 @@ def _refuse_other_attention(raw: Raw, layers: int) -> None:
 def _theta(raw: Raw) -> float:
     """RoPE's base, which may stand in more than one place."""
     places = {"the config": raw} | {name: _plain_rope(name, raw) for name in ("rope_parameters", "rope_scaling")}
-    _refuse_partial(raw)
     found = {name: _positive(it, "rope_theta") for name, it in places.items() if it.get("rope_theta") is not None}
     if not found:
         raise KeyError("rope_theta")
@@ -138,15 +150,11 @@ def _plain_rope(name: str, raw: Raw) -> Raw:
     for key in ("rope_type", "type"):
         if rope.get(key) not in (None, _PLAIN_ROPE):
             raise ModelError(f"{name} type {_shown(rope[key])} has no contract; it must be {_PLAIN_ROPE!r}")
-    _refuse_partial(rope)
+    if rope.get("partial_rotary_factor") not in _ALLOWED["partial_rotary_factor"]:
+        raise ModelError(f"partial_rotary_factor={_shown(rope['partial_rotary_factor'])} has no contract; it must be 1")
     for key in sorted(rope.keys() - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}):
         raise ModelError(f"{name} has {_shown(key)}, which has no contract; plain RoPE has a rope_theta and no more")
     return rope
-
-
-def _refuse_partial(rope: Raw) -> None:
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        raise ModelError(f"partial_rotary_factor={_shown(rope['partial_rotary_factor'])} has no contract; it must be 1")
 
 
 def _count(raw: Raw, key: str, *, default: int | None = None, most: int = _MOST) -> int:

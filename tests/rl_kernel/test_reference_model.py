@@ -138,6 +138,12 @@ def _edit_config(folder: Path, **changes: object) -> None:
             "it must be 'full_attention' for each of the 2 layers",
         ),
         ({"layer_types": ["full_attention"]}, "it must be 'full_attention' for each of the 2 layers"),
+        ({"sliding_window": 64}, "sliding_window=64 has no contract; it must be None"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window=True has no contract"),
+        ({"qkv_bias": True}, "qkv_bias=True has no contract; it must be False"),
+        ({"bias": True}, "bias=True has no contract; it must be False"),
+        ({"is_causal": False}, "is_causal=False has no contract; it must be True"),
+        ({"logit_scale": 0.5}, r"logit_scale=0\.5 has no contract; it must be 1"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a number above 0"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a number above 0"),
@@ -162,6 +168,7 @@ def test_what_a_later_transformers_writes_of_the_same_decoder_changes_nothing(tm
     before = DecoderConfig.read(folder)
     rope = {"rope_theta": LLAMA.rope_theta, "rope_type": "default", "partial_rotary_factor": 1.0}
     same = {"rope_theta": "absent", "rope_parameters": rope, "layer_types": ["full_attention"] * 2}
+    same |= {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}  # as Qwen3's is written
     _edit_config(folder, **same, num_key_value_heads=LLAMA.kv_heads, rope_scaling=None, architectures="absent")
     assert DecoderConfig.read(folder) == before
     _edit_config(folder, rope_theta=LLAMA.rope_theta, rms_norm_eps=LLAMA.eps, rope_scaling={})

@@ -119,18 +119,23 @@ def test_a_config_that_cannot_run_is_refused_with_what_would_be_right(tmp_path, 
         ),
     ],
 )
-def test_what_this_machine_has_not_is_refused_before_anything_is_built(tmp_path, monkeypatch, sections, says):
+def test_what_this_machine_has_not_is_refused_before_anything_is_built(tmp_path, model, monkeypatch, sections, says):
     monkeypatch.setattr(preflight.os, "cpu_count", lambda: 2)
     memory = preflight.psutil.virtual_memory()._replace(total=100 * 2**20)
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: memory)
+
+    def built(*_):
+        raise AssertionError("the prompts were built")
+
+    monkeypatch.setattr(preflight, "make_task", built)
     base = {"rollout": {"kv_cache_mb": 64}, "ray": {"object_store_mb": 100}}
     sections = base | {name: base.get(name, {}) | changed for name, changed in sections.items()}
     with pytest.raises(ConfigError, match=says):
-        preflight.check(_config(tmp_path, **sections), tmp_path / "no model is looked at")
+        preflight.check(_config(tmp_path, **sections), model)
     # Where other machines run the actors, this one's size says nothing.
     sections["ray"] = sections["ray"] | {"address": "10.0.0.1:6379"}
-    with pytest.raises(ConfigError, match="no model is looked at"):
-        preflight.check(_config(tmp_path, **sections), tmp_path / "no model is looked at")
+    with pytest.raises(AssertionError, match="the prompts were built"):
+        preflight.check(_config(tmp_path, **sections), model)
 
 
 def test_the_amounts_of_the_demo_fit_a_machine_of_one_core(monkeypatch):
