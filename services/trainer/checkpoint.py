@@ -2,16 +2,17 @@
 
     masters.safetensors  first_moments.safetensors  second_moments.safetensors  trainer.json
 
-The weights are not there: they are the masters, rounded. Their digest is, and is checked.
+trainer.json holds the sha256 of each file and of itself, checked before anything is used: a moment's last bit counts
+as much as a weight's first. The weights are not there: they are the masters, rounded. Their digest is, and is checked.
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import hashlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from rl_kernel.errors import ModelError
@@ -20,24 +21,49 @@ from rl_kernel.integrations.megatron.weights import pieces
 from rl_kernel.reference.weights import map_weights
 from rl_kernel.torch_autograd import TensorParallel
 from services.errors import CheckpointError
+from services.stored import Stored
 from services.trainer.optimizer import AdamW
 from services.trainer.tensor_file import Entry, write_tensors
 
 _STATE = "trainer.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """updates: optimizer updates so far. weight_digest: of the weights. rng: torch's generator, hex."""
+class Progress(Stored):
+    """updates: optimizer updates so far. weight_digest: of the weights. rng: torch's generator, hex.
 
-    updates: int
+    files: name → sha256 of every other file. digest: sha256 of the rest of this one.
+    """
+
+    updates: int = Field(ge=0)
     weight_digest: str
-    rng: str
+    rng: str = Field(pattern=r"^([0-9a-f]{2})+$")
+    files: dict[str, str]
+    digest: str
 
     @classmethod
     def now(cls, updates: int, weight_digest: str) -> "Progress":
         """Take the state of torch's generator as it is."""
-        return cls(updates, weight_digest, bytes(torch.get_rng_state().numpy()).hex())
+        rng = bytes(torch.get_rng_state().numpy()).hex()
+        return cls(updates=updates, weight_digest=weight_digest, rng=rng, files={}, digest="")
+
+    def sealed(self, folder: Path, names: Iterable[str]) -> "Progress":
+        """With the digests of the files in `folder`, and its own."""
+        filled = self.model_copy(update={"files": {name: _sha256(folder / name) for name in names}})
+        return filled.model_copy(update={"digest": filled._own_digest()})
+
+    def check_files(self, folder: Path, names: Iterable[str]) -> None:
+        """Raise CheckpointError unless every file, and this one, is as it was written."""
+        found = {_STATE: self._own_digest(), **{name: _sha256(folder / name) for name in names}}
+        written = {_STATE: self.digest, **self.files}
+        for name, digest in found.items():
+            if digest != written.get(name):
+                raise CheckpointError(
+                    f"checkpoint {folder}: {name} has sha256 {digest}, it was written with "
+                    f"{written.get(name)}; its files are damaged"
+                )
+
+    def _own_digest(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
 
     def check(self, weight_digest: str, folder: Path) -> None:
         """Raise CheckpointError unless the weights that were restored have the digest that was noted."""
@@ -62,18 +88,20 @@ def _write(folder: Path, progress: Progress, optimizer: AdamW, layout: Layout, t
         entries = [Entry(f"{name}.{p.name}", "F32", p.shape) for p in local]
         arrays = (p.whole(tp).contiguous().cpu().numpy() for p in local)
         if tp.rank == 0:
-            write_tensors(folder / f"{name}.safetensors", entries, arrays)
+            write_tensors(folder / _file_of(name), entries, arrays)
         else:
             for _ in arrays:
                 pass
     if tp.rank == 0:
-        (folder / _STATE).write_text(json.dumps(asdict(progress), indent=2) + "\n")
+        sealed = progress.sealed(folder, map(_file_of, _parts(optimizer)))
+        (folder / _STATE).write_text(sealed.text(), encoding="utf-8")
 
 
 def read_checkpoint(folder: Path, optimizer: AdamW, layout: Layout, tp: TensorParallel) -> Progress:
-    """Fill the optimizer, round its masters into the parameters. CheckpointError: something is missing or misfits."""
+    """Fill the optimizer, round its masters into the parameters. CheckpointError: incomplete, damaged, or a misfit."""
+    progress = Progress.read(folder / _STATE)
     try:
-        progress = Progress(**json.loads((folder / _STATE).read_text()))
+        progress.check_files(folder, map(_file_of, _parts(optimizer)))
         mapped = map_weights(folder)
         for name, tensors in _parts(optimizer).items():
             for piece in pieces(layout, tensors):
@@ -92,9 +120,26 @@ def read_checkpoint(folder: Path, optimizer: AdamW, layout: Layout, tp: TensorPa
         raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from None
     for name in optimizer.masters:
         optimizer.publish(name)
-    torch.set_rng_state(torch.from_numpy(np.frombuffer(bytes.fromhex(progress.rng), np.uint8).copy()))
+    _set_generator(progress.rng, folder)
     return progress
 
 
 def _parts(optimizer: AdamW) -> Mapping[str, Mapping[str, Tensor]]:
     return {"masters": optimizer.masters, "first_moments": optimizer.first, "second_moments": optimizer.second}
+
+
+def _file_of(part: str) -> str:
+    return f"{part}.safetensors"
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _set_generator(state: str, folder: Path) -> None:
+    try:
+        torch.set_rng_state(torch.from_numpy(np.frombuffer(bytes.fromhex(state), np.uint8).copy()))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"checkpoint {folder}: rng is no state of torch's generator: {reason}") from None

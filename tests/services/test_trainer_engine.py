@@ -16,6 +16,7 @@ from rl_kernel.reference.weights import weight_digest
 from services import engines
 from services.config import build_config
 from services.errors import CheckpointError, TrainingError
+from services.trainer.checkpoint import Progress
 from services.trainer.engine import TrainerEngine, TrainerOptions
 from services.trainer.optimizer import Schedule
 from tests.models import LLAMA, QWEN3_TIED, write_tiny_model
@@ -245,7 +246,7 @@ def checkpoint(engine, tmp_path):
 
 def test_a_checkpoint_without_a_file_is_refused(engine, checkpoint):
     (checkpoint / "first_moments.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"has no 'first_moments\.model\.embed_tokens\.weight'"):
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*No such file.*/first_moments\.safetensors'"):
         engine.load_checkpoint(checkpoint)
 
 
@@ -265,16 +266,51 @@ def test_a_checkpoint_of_another_model_is_refused(checkpoint, tmp_path):
 def test_a_cut_off_checkpoint_is_refused(engine, checkpoint):
     file = checkpoint / "second_moments.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"cannot be read: .* is cut off"):
+    with pytest.raises(CheckpointError, match=r"second_moments\.safetensors has sha256 .*its files are damaged"):
         engine.load_checkpoint(checkpoint)
 
 
-def test_a_checkpoint_whose_masters_were_touched_fails_its_digest(engine, checkpoint):
-    file = checkpoint / "masters.safetensors"
+def _flip(file, byte, bit):
     content = bytearray(file.read_bytes())
-    content[-1] ^= 0x40
+    content[byte] ^= bit
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="its files are damaged"):
+
+
+@pytest.mark.parametrize("part", ["masters", "first_moments", "second_moments"])
+def test_one_flipped_bit_of_any_file_is_noticed_before_anything_is_used(engine, checkpoint, tmp_path, part):
+    """The lowest bit of a moment, or of a master, whose rounded weight stays as it is."""
+    engine.train(batch(1))
+    before = digest(engine, tmp_path, "before")
+    _flip(checkpoint / f"{part}.safetensors", -4, 1)
+    with pytest.raises(CheckpointError, match=rf"{part}\.safetensors has sha256 .*its files are damaged") as error:
+        engine.load_checkpoint(checkpoint)
+    assert "\n" not in str(error.value)
+    assert digest(engine, tmp_path, "after") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"updates": 2}, r"trainer\.json has sha256 .*its files are damaged"),
+        ({"updates": "1"}, r"trainer\.json cannot be read: updates: input should be a valid integer"),
+        ({"rng": None}, r"trainer\.json cannot be read: rng: input should be a valid string"),
+        ({"rng": "0g"}, r"trainer\.json cannot be read: rng: string should match pattern"),
+        ({"files": []}, r"trainer\.json cannot be read: files: input should be a valid dictionary"),
+    ],
+)
+def test_a_checkpoint_whose_own_file_was_touched_is_named(engine, checkpoint, change, says):
+    file = checkpoint / "trainer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=says):
+        engine.load_checkpoint(checkpoint)
+
+
+def test_masters_that_do_not_round_to_the_weights_are_noticed_even_with_the_right_digests(engine, checkpoint):
+    _flip(checkpoint / "masters.safetensors", -1, 0x40)
+    names = ["masters.safetensors", "first_moments.safetensors", "second_moments.safetensors"]
+    forged = Progress.read(checkpoint / "trainer.json").sealed(checkpoint, names)
+    (checkpoint / "trainer.json").write_text(forged.text())
+    with pytest.raises(CheckpointError, match=r"gives weights with digest .*its files are damaged"):
         engine.load_checkpoint(checkpoint)
 
 
