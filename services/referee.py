@@ -20,6 +20,10 @@ log = logging.getLogger(__name__)
 
 _START_SECONDS = 60.0
 _RESTART_PAUSE_SECONDS = 1.0
+_STOP_SECONDS = 10.0
+# One that ends so soon after its start, so often in a row, cannot do its work; trying on would only hide why.
+_QUICK_SECONDS = 10.0
+_MOST_QUICK_ENDS = 4
 
 
 class OwnAuditor:
@@ -32,9 +36,11 @@ class OwnAuditor:
         self._ports = (grpc_port, http_port)
         self._restart = restart
         self._process: subprocess.Popen[bytes] | None = None
+        self._spawned = 0.0
         self._stopping = threading.Event()
         self._spawning = threading.Lock()
         self.restarts = 0
+        self.gave_up = ""  # why it is not started again
 
     @property
     def pid(self) -> int:
@@ -56,18 +62,23 @@ class OwnAuditor:
         return access
 
     def stop(self) -> None:
-        """Ask it to end; kill it after ten seconds."""
+        """Ask it to end, kill it after ten seconds, and say in the log if it did not end with 0."""
         with self._spawning:
+            stopped = self._stopping.is_set()
             self._stopping.set()
             process = self._process
-        if process is None or process.poll() is not None:
+        if process is None or stopped or self.gave_up:
             return
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # nothing, where it has ended
         try:
-            process.wait(10)
+            code = process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+            log.warning("the auditor did not end within %.0f s and was killed: %s", _STOP_SECONDS, self._last_words())
+            return
+        if code:
+            log.warning("the auditor ended with code %s: %s", code, self._last_words())
 
     def _spawn(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -75,6 +86,7 @@ class OwnAuditor:
         ports_file.unlink(missing_ok=True)
         grpc, http = self._ports
         command = [sys.executable, "-m", "auditor.main", "--grpc", f"127.0.0.1:{grpc}", "--http", f"127.0.0.1:{http}"]
+        self._spawned = time.monotonic()
         with (self._folder / "auditor.log").open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--ports-file", str(ports_file), "--stop-at-eof", *self._arguments],
@@ -102,16 +114,31 @@ class OwnAuditor:
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
-            lines = (self._folder / "auditor.log").read_text(errors="replace").strip().splitlines() or ["no output"]
-            raise AuditorError(f"the auditor ended with code {code}: {lines[-1]}")
+            raise AuditorError(f"the auditor ended with code {code}: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        try:
+            lines = (self._folder / "auditor.log").read_text(errors="replace").strip().splitlines()
+        except OSError as error:
+            return str(error)
+        return lines[-1] if lines else "no output"
 
     def _watch(self) -> None:
+        quick = 0
         while not self._stopping.is_set():
             assert self._process is not None
             code = self._process.wait()
+            quick = quick + 1 if time.monotonic() - self._spawned < _QUICK_SECONDS else 0
             self._stopping.wait(_RESTART_PAUSE_SECONDS)
             with self._spawning:
                 if self._stopping.is_set():
+                    return
+                if quick >= _MOST_QUICK_ENDS:
+                    self.gave_up = (
+                        f"the auditor ended {quick} times in a row within {_QUICK_SECONDS:.0f} s, the last time with "
+                        f"code {code}, and is not started again: {self._last_words()}"
+                    )
+                    log.error("%s", self.gave_up)
                     return
                 log.warning("the auditor ended with code %s; starting it again on the same ledger", code)
                 self._spawn()

@@ -1,6 +1,7 @@
 """The job's own auditor as a process: it starts, is started again on the same ledger and ports, and ends."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import urllib.request
 import psutil
 import pytest
 
+from services import referee
 from services.errors import AuditorError
 from services.referee import OwnAuditor, wait_until_ready
 
@@ -70,6 +72,36 @@ def test_killed_it_comes_back_at_the_same_address(make_auditor):
     os.kill(killed, signal.SIGKILL)
     _wait_until(lambda: auditor.restarts == 1 and auditor.pid != killed)
     wait_until_ready(address, 20.0)
+
+
+def test_one_that_cannot_start_any_more_is_given_up_after_some_tries_with_its_reason(
+    make_auditor, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(referee, "_RESTART_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(referee, "_MOST_QUICK_ENDS", 2)
+    auditor = make_auditor()
+    auditor.start()
+    os.kill(auditor.pid, signal.SIGSTOP)
+    for file in tmp_path.glob("ledger.sqlite*"):
+        file.unlink()
+    (tmp_path / "ledger.sqlite").mkdir()
+    os.kill(auditor.pid, signal.SIGKILL)
+    _wait_until(lambda: auditor.gave_up, seconds=60)
+    assert auditor.restarts == 1
+    assert (
+        "ended 2 times in a row within 10 s, the last time with code 2, and is not started again: " in auditor.gave_up
+    )
+    assert "ledger.sqlite" in auditor.gave_up
+    auditor.stop()
+
+
+def test_one_that_does_not_end_well_when_it_is_stopped_is_said(make_auditor, caplog):
+    auditor = make_auditor(restart=False)
+    auditor.start()
+    os.kill(auditor.pid, signal.SIGKILL)
+    auditor.stop()
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "services.referee"]
+    assert re.match(r"the auditor ended with code -9: .*ready after", said)
 
 
 def test_without_restart_it_stays_away(make_auditor):
