@@ -7,11 +7,29 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from services.durable import replace_text, sync
 from services.errors import CheckpointError
 from services.loop import StepResult
 from services.records import TrainOutcome, WeightVersion
+from services.stored import Stored
+
+
+class _Weights(Stored):
+    version: int
+    digest: str
+    folder: str
+
+
+class _Line(Stored):
+    step: int
+    reward: float
+    response_tokens: int
+    loss: float
+    grad_norm: float
+    clip_fraction: float
+    weights: _Weights
+    seconds: dict[str, float]
 
 
 class StepLog:
@@ -21,23 +39,37 @@ class StepLog:
         self._file = file
 
     def append(self, result: StepResult) -> None:
-        """Add a step."""
+        """Add a step, and wait until it is on the disk: a checkpoint that comes after it counts on it."""
+        is_new = not self._file.exists()
         with self._file.open("a", encoding="utf-8") as log:
-            log.write(json.dumps(_to_json(result)) + "\n")
+            log.write(_line_of(result).model_dump_json() + "\n")
+            log.flush()
+            os.fsync(log.fileno())
+        if is_new:
+            sync(self._file.parent)
 
     def go_on(self, next_step: int) -> list[StepResult]:
         """Forget the steps from `next_step` on, and return those before it, without their log-probabilities.
 
-        A last line that was cut off belongs to a step that is done again. CheckpointError for a step that is missing.
+        A last line that was cut off belongs to a step that is done again. CheckpointError for a step that is missing,
+        or a line that holds something else.
         """
-        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
-        kept = [fields for fields in map(_parse, lines) if fields is not None and fields["step"] < next_step]
-        if [fields["step"] for fields in kept] != list(range(next_step)):
+        kept = [line for line in self._lines() if line.step < next_step]
+        if [line.step for line in kept] != list(range(next_step)):
             raise CheckpointError(f"{self._file} does not hold the {next_step} steps before the checkpoint")
-        draft = self._file.with_suffix(f".{os.getpid()}")
-        draft.write_text("".join(json.dumps(fields) + "\n" for fields in kept), encoding="utf-8")
-        draft.rename(self._file)
-        return [_of_json(fields) for fields in kept]
+        replace_text(self._file, "".join(line.model_dump_json() + "\n" for line in kept))
+        return [_result_of(line) for line in kept]
+
+    def _lines(self) -> list[_Line]:
+        lines = self._file.read_bytes().splitlines() if self._file.exists() else []
+        found = []
+        for number, line in enumerate(lines, 1):
+            try:
+                content = json.loads(line)
+            except ValueError:
+                continue  # cut off
+            found.append(_Line.of(content, f"{self._file}, line {number}"))
+        return found
 
 
 def total_by_phase(steps: Sequence[StepResult]) -> dict[str, float]:
@@ -49,38 +81,26 @@ def total_by_phase(steps: Sequence[StepResult]) -> dict[str, float]:
     return phases
 
 
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        fields: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return None
-    return fields
+def _line_of(result: StepResult) -> _Line:
+    weights = result.weights
+    return _Line(
+        step=result.step,
+        reward=result.reward,
+        response_tokens=result.response_tokens,
+        loss=result.outcome.loss,
+        grad_norm=result.outcome.grad_norm,
+        clip_fraction=result.outcome.clip_fraction,
+        weights=_Weights(version=weights.version, digest=weights.digest, folder=str(weights.folder)),
+        seconds=result.seconds,
+    )
 
 
-def _to_json(result: StepResult) -> dict[str, Any]:
-    return {
-        "step": result.step,
-        "reward": result.reward,
-        "response_tokens": result.response_tokens,
-        "loss": result.outcome.loss,
-        "grad_norm": result.outcome.grad_norm,
-        "clip_fraction": result.outcome.clip_fraction,
-        "weights": {
-            "version": result.weights.version,
-            "digest": result.weights.digest,
-            "folder": str(result.weights.folder),
-        },
-        "seconds": result.seconds,
-    }
-
-
-def _of_json(fields: dict[str, Any]) -> StepResult:
-    weights = fields["weights"]
+def _result_of(line: _Line) -> StepResult:
     return StepResult(
-        step=fields["step"],
-        reward=fields["reward"],
-        response_tokens=fields["response_tokens"],
-        outcome=TrainOutcome((), fields["loss"], fields["grad_norm"], fields["clip_fraction"]),
-        weights=WeightVersion(weights["version"], weights["digest"], Path(weights["folder"])),
-        seconds=fields["seconds"],
+        step=line.step,
+        reward=line.reward,
+        response_tokens=line.response_tokens,
+        outcome=TrainOutcome((), line.loss, line.grad_norm, line.clip_fraction),
+        weights=WeightVersion(line.weights.version, line.weights.digest, Path(line.weights.folder)),
+        seconds=line.seconds,
     )

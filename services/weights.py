@@ -8,7 +8,6 @@ A version's folder appears complete or not at all, and is never written again. T
 
 import errno
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from rl_kernel.errors import ModelError, WeightDigestError
 from rl_kernel.reference.weights import check_weight_digest, weight_digest
+from services.durable import sync, sync_folder
 from services.errors import PublishError
 from services.records import WeightVersion
 
@@ -50,9 +50,9 @@ class WeightStore:
                 return self._same_again(version, digest)
             manifest = {"weight_version": version, "weight_digest": digest}
             (scratch / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-            _sync(scratch)
+            sync_folder(scratch)
             scratch.rename(final)
-            _sync(self.root)
+            sync(self.root)
         except OSError as error:
             raise _disk_error(error, version, self.root) from error
         finally:
@@ -115,23 +115,11 @@ def _copy_model(model: Path, folder: Path) -> str:
     return weight_digest(model)
 
 
-def _sync(folder: Path) -> None:
-    """Make files and names durable: the auditor acknowledges nothing that a power cut could take back, nor do we."""
-    for path in [*folder.iterdir(), folder]:
-        if path.is_dir() and path != folder:
-            continue
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def _disk_error(error: OSError, version: int, root: Path) -> PublishError:
     if error.errno != errno.ENOSPC:
         return PublishError(f"weight version {version} could not be written to {root}: {error}")
     free = shutil.disk_usage(root).free // 2**20
     return PublishError(
         f"disk full: weight version {version} does not fit into {root} ({free} MiB free); "
-        f"free some space or lower weights.keep, then --resume"
+        f"free some space or lower weights.keep"
     )

@@ -1,5 +1,6 @@
 """Real engines on a tiny model in this process, and a real auditor beside it."""
 
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,6 +86,26 @@ class Scene:
         verdicts = AuditorApi(self.bench.address, self.run_id).settle(samples, seconds)
         assert verdicts is not None, "the auditor does not answer"
         return verdicts
+
+
+@pytest.fixture
+def make_disk(tmp_path):
+    """size → a folder that is a file system of its own, of that size."""
+    made = []
+
+    def make(size: str) -> Path:
+        folder = tmp_path / f"disk-{len(made)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+        if mounted.returncode:
+            pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+        made.append(folder)
+        return folder
+
+    yield make
+    for folder in made:
+        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture(scope="module")
