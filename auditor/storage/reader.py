@@ -19,6 +19,13 @@ _RUNS = (
     " FROM runs r LEFT JOIN steps s ON s.run_id = r.run_id"
 )
 _LOOKED_AT = 2000
+# SQLite takes the few that wait first, and not all records, where the verdict is written out as in the index, and CROSS
+# leaves it no choice.
+PENDING_SINCE = (
+    "SELECT s.run_id, s.step, s.sample_id FROM samples s CROSS JOIN records r"
+    " WHERE r.run_id = s.run_id AND r.step = s.step AND r.sample_id = s.sample_id"
+    " AND s.verdict = 'pending' AND r.received_at < ? ORDER BY r.seq LIMIT ?"
+)
 _RUNS_GROUP = " GROUP BY r.run_id, r.first_at, r.last_at, r.body"
 
 
@@ -134,10 +141,7 @@ class Reader:
     def pending_since(self, before: float, limit: int) -> list[SampleKey]:
         """Samples that have waited for their other side since before that time (Unix seconds), in the chain's order."""
         rows = self.database.all(
-            "SELECT s.run_id, s.step, s.sample_id FROM samples s JOIN records r"
-            " ON r.run_id = s.run_id AND r.step = s.step AND r.sample_id = s.sample_id"
-            # Written out: only so does SQLite see that the index is for it.
-            " WHERE s.verdict = 'pending' AND r.received_at < ? ORDER BY r.seq LIMIT ?",
+            PENDING_SINCE,
             (before, limit),
         )
         return [SampleKey(*row) for row in rows]

@@ -55,7 +55,7 @@ class SqliteDatabase:
     def size_bytes(self) -> int:
         """Bytes of the file and its write-ahead log."""
         files = (self._path, self._path.with_name(self._path.name + "-wal"))
-        return sum(file.stat().st_size for file in files if file.exists())
+        return sum(_size(file) for file in files)
 
     def close(self) -> None:
         """Let go of the file and the lock. A writer leaves all in the one file, for whoever copies that one."""
@@ -74,6 +74,14 @@ class SqliteDatabase:
             yield
         except sqlite3.Error as error:
             raise LedgerError(f"ledger {self._path}: {error}") from error
+
+
+def _size(file: Path) -> int:
+    """Bytes; 0 where there is no such file, or none any more."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _lock(path: Path) -> int:

@@ -20,7 +20,7 @@ from auditor.sampling import Rate
 from auditor.storage.chain import verify
 from auditor.storage.database import Database, open_database
 from auditor.storage.ledger import Ledger
-from auditor.storage.reader import Reader
+from auditor.storage.reader import PENDING_SINCE, Reader
 from auditor.unpaired import Unpaired
 from auditor.writer import Writer
 from tests.auditor.postgres_server import PostgresServer
@@ -109,6 +109,15 @@ def test_a_sample_waits_so_long_and_no_longer(connect: Open, world: World) -> No
     assert world.counter("unpaired_samples") == {"trainer": 1, "rollout": 1}, "once"
     world.close()
     assert verify(connect(False)).entries == 2 + 1 + 3 + 2
+
+
+def test_what_waits_is_found_without_a_look_at_all_that_does_not(tmp_path: Path) -> None:
+    database = open_database(str(tmp_path / "ledger.db"), True)
+    Ledger(database)
+    plan = [row[3] for row in database.all(f"EXPLAIN QUERY PLAN {PENDING_SINCE}", (0.0, 1))]
+    assert plan[0] == "SCAN s USING INDEX samples_pending"
+    assert plan[1].startswith("SEARCH r USING INDEX records_by_sample"), plan
+    database.close()
 
 
 @pytest.mark.parametrize("mismatch", [False, True])
