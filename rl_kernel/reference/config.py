@@ -14,7 +14,7 @@ from rl_kernel.reference.weights import read_json
 ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _MOST: Final = 2**31 - 1
 # Positions are the one size that no tensor of the model bounds, and there is a row of the RoPE table for each.
-_MOST_POSITIONS: Final = 2**24
+_MOST_POSITIONS: Final = 2**22
 _FULL: Final = "full_attention"
 _PLAIN_ROPE: Final = "default"
 # Keys that ask an engine for other arithmetic than the contract's, with the values that do not.

@@ -33,6 +33,8 @@ class Arithmetic:
             raise ConfigError(f"task.name = 'arithmetic' needs {file}; a model without a tokenizer can do 'tokens'")
         try:
             tokenizer = Tokenizer.from_file(str(file))
+            tokenizer.no_truncation()  # a prompt without room is refused, and never cut or filled up
+            tokenizer.no_padding()
             ids = sorted(set(tokenizer.get_vocab().values()))
             stops = tuple(i for i in ids if tokenizer.decode([i]).startswith("\n"))
             spelt = tokenizer.encode(_SUM, add_special_tokens=False).ids

@@ -112,7 +112,7 @@ def _edit_config(folder: Path, **changes: object) -> None:
         ({"head_dim": None, "hidden_size": 3}, "head_dim=0 has no contract"),
         (
             {"max_position_embeddings": 2**40},
-            f"max_position_embeddings={2**40} must be a whole number from 1 to {2**24}",
+            f"max_position_embeddings={2**40} must be a whole number from 1 to {2**22}",
         ),
         ({"rope_theta": "a"}, "rope_theta='a' must be a number above 0"),
         ({"rope_theta": 0}, "rope_theta=0 must be a number above 0"),

@@ -36,6 +36,16 @@ def test_a_prompt_is_worked_examples_and_an_open_sum(arithmetic):
         assert sum(int(term) for term in terms.split("+")) == int(result)
 
 
+def test_a_tokenizer_that_cuts_and_fills_up_does_neither_to_a_prompt(arithmetic, tmp_path):
+    arithmetic.tokenizer.enable_truncation(4)
+    arithmetic.tokenizer.enable_padding(length=100)
+    arithmetic.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (prompt,) = Arithmetic.of_model(tmp_path, shots=3, seed=1).prompts(0, 1)
+    arithmetic.tokenizer.no_truncation()
+    arithmetic.tokenizer.no_padding()
+    assert prompt == arithmetic.prompts(0, 1)[0]
+
+
 def test_the_same_step_gives_the_same_prompts_and_another_step_others(arithmetic):
     assert arithmetic.prompts(4, 3) == arithmetic.prompts(4, 3)
     assert arithmetic.prompts(4, 3) != arithmetic.prompts(5, 3)
