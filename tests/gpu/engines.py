@@ -87,12 +87,17 @@ def _run(command: list[str], log: Path) -> str:
             return f"exit code {process.wait(SECONDS)}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGABRT)  # every Python process writes the stacks of all its threads
-            time.sleep(3)
+            time.sleep(1)
             return f"no result in {SECONDS:.0f} s"
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process that leads its session, and those that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def reference(folder: Path, asked: list[list[int]], responses: list[list[int]], segments: int = 1) -> list[str]:
