@@ -40,7 +40,7 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "Samples that were to be recomputed and found no room to wait.",
     ),
     "unpaired_samples": (("run_id", "side"), "Samples that were given up, for this side had not come in time."),
-    "late_samples": (("run_id", "side"), "Those of them whose side came after all: judged then."),
+    "late_samples": (("run_id", "side"), "Samples that were given up and whose side came after all: judged then."),
 }
 
 
@@ -212,9 +212,9 @@ def _gauges(snapshot: Snapshot) -> Iterable[Metric]:
     last = {name: at for name, (_, at) in snapshot.sides.items()}
     by_side: tuple[tuple[str, str, Mapping[tuple[str, str], float]], ...] = (
         ("missing_pairs", "Samples that wait for this side.", snapshot.missing),
-        ("overdue_pairs", "Those of them whose side has reported a later step.", snapshot.overdue),
+        ("overdue_pairs", "Samples that wait for this side although it has reported a later step.", snapshot.overdue),
         ("newest_step", "Highest step that this side reported for.", newest),
-        ("last_record_timestamp_seconds", "Unix time of its last record.", last),
+        ("last_record_timestamp_seconds", "Unix time of the last record of this side.", last),
     )
     for name, help_text, values in by_side:
         family = GaugeMetricFamily(f"auditor_{name}", help_text, labels=("run_id", "side"))

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import yaml
 
 from auditor.export.metrics import COUNTERS
 from tests.auditor.processes import running_auditor
+from tests.auditor.samples import one_ulp_off
+from tests.deploy.watched import report
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "deploy" / "prometheus"
@@ -139,10 +142,28 @@ def test_every_metric_in_the_rules_is_one_that_the_auditor_exports(tmp_path: Pat
 
 def exported_families(http: str) -> set[str]:
     """Names in the TYPE lines, which are there before the first value."""
-    import urllib.request
-
     with urllib.request.urlopen(f"http://{http}/metrics", timeout=10) as answer:
         return set(re.findall(r"^# TYPE (\w+)", answer.read().decode(), re.MULTILINE))
+
+
+@needs_promtool
+def test_promtool_has_nothing_against_what_a_scrape_gets_and_would_have_against_a_counter_of_another_name(
+    tmp_path: Path,
+) -> None:
+    with running_auditor(tmp_path) as auditor:
+        report(auditor, tmp_path, range(2), one_ulp_off)
+        with urllib.request.urlopen(f"http://{auditor.http}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    for given, code in ((text, 0), (text.replace("auditor_records_total", "auditor_records"), 3)):
+        checked = subprocess.run(
+            ["promtool", "check", "metrics"], input=given, capture_output=True, text=True, check=False
+        )
+        assert checked.returncode == code, checked.stderr
+    helps = re.findall(r"^# HELP (?:auditor|process)_\w+(?<!_created) (.*)$", text, re.MULTILINE)
+    assert len(helps) > 25
+    assert len(set(helps)) == len(helps)
+    # Each is read alone.
+    assert [said for said in helps if re.match("Those|It|They", said)] == []
 
 
 @pytest.mark.skipif(not shutil.which("amtool"), reason="amtool is missing: make ops-tools")
