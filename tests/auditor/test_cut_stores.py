@@ -175,26 +175,34 @@ def test_a_stopped_postgresql_fails_the_statement_and_is_taken_up_again(
     reader.close()
 
 
+@pytest.mark.parametrize("state", ["down", "silent"])
 def test_a_cut_from_the_archive_keeps_the_evidence_and_writes_each_record_away_once(
-    tmp_path: Path, store: Store
+    tmp_path: Path, store: Store, state: str
 ) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     with network(store.endpoint.removeprefix("http://")) as between:
-        flags = ("--retain-days", "0.00001", "--retain-look-s", "0.2", "--archive", "s3://bucket/cut")
+        flags = ("--retain-days", "0.00001", "--retain-look-s", "0.2", "--archive", f"s3://bucket/cut-{state}")
         flags += ("--store-endpoint", f"http://{between.address}")
         with running_auditor(tmp_path, *flags) as auditor:
-            between.set("down")
+            between.set(state)
             for i in range(20):
                 send(auditor, *pair(f"{i}"))
-            auditor.wait_for_metrics(
-                lambda m: m.get('auditor_errors_total{code="archive_unavailable",part="retention"}', 0) > 0
-            )
+            if state == "down":
+                failed = 'auditor_errors_total{code="archive_unavailable",part="retention"}'
+                auditor.wait_for_metrics(lambda series: series.get(failed, 0) > 0)
+            else:
+                time.sleep(2.0)  # it waits for an answer, and nobody waits for it
             assert auditor.get("/api/v1/runs/run/samples/0/19")["trainer"] is not None
             between.set("up")
             auditor.wait_for_metrics(lambda series: series.get("auditor_retired_records_total") == 40, 60)
             assert auditor.stop() == 0
-            assert "evidence stays where it is, to be tried again: archive bucket/cut" in auditor.log
-    rows = [row for name in store.names("cut") for row in parquet.read_table(name, filesystem=store.files).to_pylist()]
+            said = "evidence stays where it is, to be tried again: archive bucket/cut-down: "
+            assert (said in auditor.log) == (state == "down")
+    rows = [
+        row
+        for name in store.names(f"cut-{state}")
+        for row in parquet.read_table(name, filesystem=store.files).to_pylist()
+    ]
     assert sorted(row["seq"] for row in rows) == sorted({row["seq"] for row in rows}), "each once"
     assert len(rows) == 40
 

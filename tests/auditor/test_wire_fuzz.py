@@ -9,6 +9,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes
@@ -27,6 +28,7 @@ from tests.auditor.test_fuzz import mutated
 from tests.auditor.test_unpaired import send
 
 SERVICE = "/audit.v1.AuditService"
+HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 PROTOCOL = (REPOSITORY / "docs" / "audit-protocol.md").read_text()
 PATHS = (
     "/", "/metrics", "/readyz", "/version", "/docs", "/openapi.json", "/api/v1/runs", "/api/v1/runs/run",
@@ -89,6 +91,8 @@ def fuzz_grpc(auditor: AuditorProcess, inputs: int, random: np.random.Generator)
         callers = Callers(channel)
         for i in range(inputs):
             raw = random.bytes(int(random.integers(0, 300))) if i % 7 == 0 else mutated(seeds[i % 3], random)
+            if i % 50 == 49:
+                _garbage(auditor.grpc, random, HTTP_2 if i % 100 == 99 else b"")
             if i % 10 == 9:
                 callers.stream([raw, seeds[i % 3], mutated(seeds[0], random)])
             else:
@@ -103,7 +107,7 @@ def fuzz_http(auditor: AuditorProcess, inputs: int, random: np.random.Generator)
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
     for i in range(inputs):
         if i % 20 == 19:
-            _garbage(host, int(port), random)
+            assert b" 500 " not in _garbage(auditor.http, random)[:20]
             continue
         path = "/" + quote_from_bytes(mutated(PATHS[i % len(PATHS)][1:].encode() or b"x", random), safe="/?&=")
         method = "GET" if i % 5 else ("POST", "HEAD", "DELETE", "OPTIONS", "PATCH")[i % 25 // 5]
@@ -117,11 +121,14 @@ def fuzz_http(auditor: AuditorProcess, inputs: int, random: np.random.Generator)
     return statuses
 
 
-def _garbage(host: str, port: int, random: np.random.Generator) -> None:
-    with socket.create_connection((host, port), timeout=30) as raw:
-        raw.sendall(random.bytes(int(random.integers(1, 200))) + b"\r\n\r\n")
+def _garbage(address: str, random: np.random.Generator, first: bytes = b"") -> bytes:
+    """What a port says first to bytes that are not its protocol, or are only where they begin."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as raw, suppress(ConnectionError):
+        raw.sendall(first + random.bytes(int(random.integers(1, 200))) + b"\r\n\r\n")
         raw.shutdown(socket.SHUT_WR)
-        assert b" 500 " not in raw.recv(1 << 16)[:20]
+        return raw.recv(1 << 16)
+    return b""
 
 
 def memory_kib(auditor: AuditorProcess) -> int:
