@@ -124,14 +124,19 @@ class RecomputePool:
     def _serve(self, worker: Worker | None, key: SampleKey) -> tuple[Worker | None, ReferenceLogprobs | RecomputeError]:
         """Ask a worker, or the next one where it ends on the sample; the one that is left, and the outcome."""
         outcome = RecomputeError(f"{_ATTEMPTS} workers ended on it", "worker_died")
+        diagnose = self._diagnosed[key[:2]] < self._diagnosis.samples_per_step
         for _ in range(_ATTEMPTS):
             try:
                 worker = worker or self._start()
-                return worker, self._ask(worker, key, self._loaded(key))
+                return worker, self._ask(worker, key, self._loaded(key), diagnose)
             except _TimedOut:
                 self._replace(worker, key, "timed_out", f"not done after {self._patience.sample_s:g} s")
-                said = f"the worker was not done after {self._patience.sample_s:g} s and was ended"
-                return None, RecomputeError(said, "timed_out")
+                if not diagnose:
+                    said = f"the worker was not done after {self._patience.sample_s:g} s and was ended"
+                    return None, RecomputeError(said, "timed_out")
+                # It may have been the search for causes, which reads other weights too; not again, then.
+                worker, diagnose = None, False
+                self._count_diagnosed(key)
             except RecomputeError as error:
                 return worker, error
             except (EOFError, OSError, ConfigError) as error:
@@ -168,20 +173,21 @@ class RecomputePool:
                 self._queue.pause(_PAUSE_S)
         raise _Closing
 
-    def _ask(self, worker: Worker, key: SampleKey, records: tuple[bytes, bytes]) -> ReferenceLogprobs:
+    def _ask(self, worker: Worker, key: SampleKey, records: tuple[bytes, bytes], diagnose: bool) -> ReferenceLogprobs:
         rollout, trainer = records
-        name = (key.run_id, key.step)
-        diagnose = self._diagnosed[name] < self._diagnosis.samples_per_step
         job = {"rollout_bytes": len(rollout), "diagnose": self._diagnosis.seconds if diagnose else 0.0}
         with _ended_after(worker, self._patience.sample_s):
             answer = worker.ask(job, rollout + trainer)
         reference = _reference(*answer)
         if reference.causes:
-            with self._changed:
-                self._diagnosed[name] += 1
-                while len(self._diagnosed) > _STEPS_REMEMBERED:
-                    del self._diagnosed[next(iter(self._diagnosed))]
+            self._count_diagnosed(key)
         return reference
+
+    def _count_diagnosed(self, key: SampleKey) -> None:
+        with self._changed:
+            self._diagnosed[key[:2]] += 1
+            while len(self._diagnosed) > _STEPS_REMEMBERED:
+                del self._diagnosed[next(iter(self._diagnosed))]
 
     def _start(self) -> Worker:
         with self._changed:

@@ -158,7 +158,8 @@ def counted(auditor: AuditorProcess, name: str, **labels: str) -> float:
 
 
 def test_a_recompute_that_does_not_end_is_ended_and_the_queue_goes_on(root: Path, tmp_path: Path) -> None:
-    flags = ("--weights-root", str(root), "--recompute-rate", "1", "--recompute-timeout-s", "3")
+    flags = ("--weights-root", str(root), "--recompute-rate", "1", "--recompute-timeout-s", "5")
+    flags += ("--diagnose-per-step", "0")
     with running_auditor(tmp_path / "a", *flags) as auditor:
         (first,) = workers_of(auditor)
         send(auditor, *stuck(root, "stuck"))
@@ -175,6 +176,20 @@ def test_a_recompute_that_does_not_end_is_ended_and_the_queue_goes_on(root: Path
         assert second != first
         assert not Path(f"/proc/{first}").exists(), "the process is gone, not only forgotten"
         assert "recompute worker ended on" in auditor.log
+        assert auditor.stop() == 0
+
+
+def test_a_search_for_causes_that_does_not_end_costs_the_causes_and_not_the_verdict(root: Path, tmp_path: Path) -> None:
+    """It looks at every version, and version 3 cannot be read; after so many of a step it looks no more."""
+    flags = ("--weights-root", str(root), "--recompute-timeout-s", "5", "--diagnose-per-step", "1")
+    with running_auditor(tmp_path / "a", *flags) as auditor:
+        for i in range(3):
+            rollout, trainer = true_pair(root, f"{i}")
+            send(auditor, rollout, one_ulp_off(trainer))
+        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0)
+        assert (run["by_reference"], run["by_side"]) == ({"done": 3}, {"trainer": 3})
+        assert run["by_cause"] == {"undiagnosed": 3}
+        assert counted(auditor, "recompute_worker_ends", reason="timed_out") == 1
         assert auditor.stop() == 0
 
 
