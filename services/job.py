@@ -1,10 +1,11 @@
 """A run from start to end: the parts are made and wired here, and taken down in the reverse order."""
 
-import sys
+import os
+import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from services.audit_sink import AuditTarget
 from services.auditor_access import AuditorAccess
 from services.cluster import Place, RolloutHandle, TrainerHandle, ray_cluster
 from services.config import Config
+from services.ending import conclude, give_account, shown
 from services.engines import RolloutEngine, TrainerEngine
 from services.loop import Parts, StepResult, run_steps
-from services.memory import PeakMemory
+from services.memory import PeakMemory, Usage
 from services.metrics import JobMetrics
 from services.records import WeightVersion
+from services.redo import UnderWay, check_redone
 from services.referee import OwnAuditor, wait_until_ready
 from services.report import Report, StepLine
 from services.run_folder import Checkpoint, RunFolder
@@ -33,18 +36,23 @@ from services.weights import WeightStore, confirm
 
 _FIRST_VERSION = 1
 _READY_SECONDS = 10.0
-_LOOK_AGAIN = "127.0.0.1:9464"
 _VERDICT_SECONDS = 5.0
+_LAST_FLUSH_SECONDS = 5.0
+_LAST_ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is open while a run goes on. start: where it goes on from, None for a new run."""
+    """What is open while a run goes on.
+
+    start: where it goes on from, None for a new run. own: the auditor, unless it runs by itself.
+    """
 
     config: Config
     folder: RunFolder
     start: Checkpoint | None
     report: Report
+    own: OwnAuditor | None
     api: AuditorApi
     store: WeightStore
     rollout: RolloutHandle
@@ -66,39 +74,62 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
     """Run `config`, or go on with `resume`; print as it goes; return the exit code. model: a checked model folder."""
     began = time.monotonic()
     task = make_task(config, model)
-    start = resume.newest_checkpoint() if resume else None
     folder = resume or RunFolder.create(config)
-    memory = PeakMemory()
-    with Report(config.run.steps, start.next_step if start else 0) as report, ExitStack() as stack:
-        report.say(f"run {folder.run_id} in {_shown(folder.path)}")
-        auditor, access = _auditor(config, folder, stack, report)
-        run = _open(config, model, task, folder, start, access, stack, report)
-        weights = _first_weights(run, model)
-        folder.point_latest()
-        setup_seconds = time.monotonic() - began
-        steps = folder.step_log.go_on(run.first_step) + _train(run, weights)
-        records, total = _settle(run)
-        alert = mismatch_alert(run.api.metrics(), folder.run_id)
-        verdicts = [run.api.step(result.step) or Verdicts() for result in steps]
-        report.waiting("stopping")
-        if steps and total.settled and total.by_verdict.keys() == {"match"}:
-            # Nobody has anything left to look up in the older ones.
-            newest = steps[-1].weights.version
-            run.store.prune(newest, oldest_needed=newest, keep=1)
-    summary = Summary(
-        run_id=folder.run_id,
-        numerics=config.numerics.mode,
+    with folder.lock():
+        start = resume.newest_checkpoint() if resume else None
+        if start:
+            check_redone(folder.under_way, _under_way(config, start.next_step), start.next_step)
+            folder.keep_config(config)
+        memory = PeakMemory()
+        with Report(config.run.steps, start.next_step if start else 0) as report, ExitStack() as stack:
+            report.say(f"run {folder.run_id} in {shown(folder.path)}")
+            auditor = _auditor(config, folder, stack, report)
+            run = _open(config, model, task, folder, start, auditor, stack, report)
+            weights = _first_weights(run, model)
+            folder.point_latest()
+            setup_seconds = time.monotonic() - began
+            steps = folder.step_log.go_on(run.first_step)
+            try:
+                _train(run, weights, steps)
+                summary = _gather(run, steps, *_settle(run))
+                alert = mismatch_alert(run.api.metrics(), folder.run_id)
+            except BaseException as error:
+                counts, silent = _last_counts(run)
+                summary = _gather(run, steps, counts, run.api.run() or Verdicts(), _reason(error))
+                summary = replace(summary, setup_seconds=setup_seconds, total_seconds=time.monotonic() - began)
+                give_account(replace(summary, peak=memory.stop()), silent, folder, report)
+                raise
+            report.waiting("stopping")
+            if steps and summary.total.settled and summary.total.by_verdict.keys() == {"match"}:
+                # Nobody has anything left to look up in the older ones.
+                newest = steps[-1].weights.version
+                run.store.prune(newest, oldest_needed=newest, keep=1)
+        summary = replace(summary, setup_seconds=setup_seconds, total_seconds=time.monotonic() - began)
+        own, access = auditor
+        return conclude(replace(summary, peak=memory.stop()), folder, report, alert, None if own else access)
+
+
+def _gather(run: Run, steps: list[StepResult], records: Counts, total: Verdicts, error: str = "") -> Summary:
+    """What the job and the auditor know of the run by now, without the times and the memory."""
+    answers = total.samples > 0
+    return Summary(
+        run_id=run.folder.run_id,
+        numerics=run.config.numerics.mode,
         steps=steps,
-        verdicts=verdicts,
+        verdicts=[(run.api.step(result.step) if answers else None) or Verdicts() for result in steps],
         total=total,
-        samples=config.run.steps * run.samples_per_step,
+        samples=run.config.run.steps * run.samples_per_step,
         records=records,
-        setup_seconds=setup_seconds,
-        total_seconds=time.monotonic() - began,
-        peak=memory.stop(),
-        auditor_restarts=auditor.restarts if auditor else 0,
+        setup_seconds=0.0,
+        total_seconds=0.0,
+        peak=Usage(),
+        auditor_restarts=run.own.restarts if run.own else 0,
+        error=error,
     )
-    return conclude(summary, folder, report, alert)
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
 
 
 def _auditor(
@@ -131,7 +162,7 @@ def _open(
     task: Task,
     folder: RunFolder,
     start: Checkpoint | None,
-    access: AuditorAccess,
+    auditor: tuple[OwnAuditor | None, AuditorAccess],
     stack: ExitStack,
     report: Report,
 ) -> Run:
@@ -141,6 +172,7 @@ def _open(
     contract = model_contract(config.numerics.profile, segments=config.numerics.segments)
     rollout_gpus, rank_gpus = _gpus(config, contract)
     stack.enter_context(ray_cluster(config.ray, 1 + ranks, rollout_gpus + ranks * rank_gpus))
+    own, access = auditor
     target = AuditTarget(
         access=access,
         run_id=folder.run_id,
@@ -153,6 +185,8 @@ def _open(
     place = Place(environment, logs / "rollout.log", rollout_gpus)
     rollout = RolloutHandle(partial(make_rollout, config, model), target, place)
     stack.callback(rollout.close)
+    # Ranks that were killed leave it, and new ones would wait for those in it.
+    (folder.path / "rendezvous").unlink(missing_ok=True)
     trainer = TrainerHandle(
         partial(_trainer_of_rank, config, model, folder.path / "rendezvous"),
         target,
@@ -165,7 +199,7 @@ def _open(
     store = WeightStore(weights_root(config, folder), config.weights.keep)
     parts = Parts(task, rollout, trainer, store)
     api = AuditorApi(access, folder.run_id)
-    return Run(config, folder, start, report, api, store, rollout, trainer, parts)
+    return Run(config, folder, start, report, own, api, store, rollout, trainer, parts)
 
 
 def _first_weights(run: Run, model: Path) -> WeightVersion:
@@ -185,10 +219,10 @@ def _first_weights(run: Run, model: Path) -> WeightVersion:
     return weights
 
 
-def _train(run: Run, weights: WeightVersion) -> list[StepResult]:
-    """The loop, with what happens between two steps."""
+def _train(run: Run, weights: WeightVersion, results: list[StepResult]) -> None:
+    """The loop, with what happens between two steps. results: those of earlier processes; each step's is added."""
     run.report.begin()
-    results: list[StepResult] = []
+    _begin_step(run, run.first_step)
     waiting = [(run.first_step, weights.version)]
     metrics = JobMetrics(run.folder.run_id, run.config.numerics.mode)
     for result in run_steps(run.config, run.parts, run.first_step, weights):
@@ -203,52 +237,59 @@ def _train(run: Run, weights: WeightVersion) -> list[StepResult]:
         oldest = min((version for _, version in waiting), default=result.weights.version)
         run.store.prune(result.weights.version, max(oldest, result.weights.version - run.config.weights.keep_waiting))
         waiting.append((result.step + 1, result.weights.version))
-    return results
+        _begin_step(run, result.step + 1)
+
+
+def _begin_step(run: Run, step: int) -> None:
+    """Before the first record of a step can be under way."""
+    if step < run.config.run.steps:
+        run.folder.begin_step(_under_way(run.config, step))
+
+
+def _under_way(config: Config, step: int) -> UnderWay:
+    return UnderWay.now(step, config, local=not (config.ray.address or os.environ.get("RAY_ADDRESS")))
 
 
 def _checkpoint(run: Run, result: StepResult) -> None:
     every, next_step = run.config.run.checkpoint_every, result.step + 1
     if every == 0 or (next_step % every and next_step != run.config.run.steps):
         return
-    scratch = run.folder.begin_checkpoint(next_step)
-    run.trainer.save_checkpoint(scratch)
-    run.folder.finish_checkpoint(Checkpoint(scratch, next_step, result.weights.version, result.weights.digest))
+    with run.folder.checkpoint(next_step) as scratch:
+        run.trainer.save_checkpoint(scratch)
+        run.folder.finish_checkpoint(Checkpoint(scratch, next_step, result.weights.version, result.weights.digest))
 
 
 def _settle(run: Run) -> tuple[Counts, Verdicts]:
     """Deliver every record, then wait (not forever) until the auditor has judged and recomputed what it wanted to."""
     run.report.waiting("waiting for the auditor's last verdicts")
-    seconds = run.config.auditor.settle_seconds
+    seconds = 0.0 if run.own and run.own.gave_up else run.config.auditor.settle_seconds
     deadline = time.monotonic() + seconds
     sides = [side.flush(max(0.0, deadline - time.monotonic())) for side in (run.rollout, run.trainer)]
-    counts = Counts(*(sum(getattr(side, name) for side in sides) for name in Counts.__slots__))
     samples = run.config.run.steps * run.samples_per_step
-    return counts, run.api.settle(samples, max(0.0, deadline - time.monotonic())) or Verdicts()
+    return _sum(sides), run.api.settle(samples, max(0.0, deadline - time.monotonic())) or Verdicts()
 
 
-def conclude(summary: Summary, folder: RunFolder, report: Report, alert: str | None) -> int:
-    """Write the summary, say what it says, and return the exit code: 1 if a strict run is not clean."""
-    summary.write(folder.path)
-    folder.point_latest()
-    report.summary(summary.rows())
-    for name in ("summary.json", "plot.png", "ledger.sqlite"):
-        if (folder.path / name).exists():
-            report.say(_shown(folder.path / name))
-    ledger = folder.path / "ledger.sqlite"
-    if ledger.exists():
-        # Our own auditor has ended with the run; its page, API and metrics are one command away.
-        command = f"{_shown(Path(sys.executable))} -m auditor.main --ledger {_shown(ledger)} --http {_LOOK_AGAIN}"
-        report.say(f"look again: {command}, then http://{_LOOK_AGAIN}")
-    if alert:
-        report.say(alert)
-    for fault in summary.faults():
-        report.say(f"NOT CLEAN: {fault}")
-    return 1 if summary.faults() else 0
+def _last_counts(run: Run) -> tuple[Counts, list[str]]:
+    """What became of the records of each side that answers, and which does not: it died, or waits for one that did."""
+    answers: dict[str, Counts] = {}
+    sides: dict[str, RolloutHandle | TrainerHandle] = {"rollout": run.rollout, "trainer": run.trainer}
+
+    def ask(name: str) -> None:
+        with suppress(Exception):  # why the run ends is said already
+            answers[name] = sides[name].flush(_LAST_FLUSH_SECONDS)
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in sides]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _LAST_ANSWER_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    known = dict(answers)
+    return _sum(list(known.values())), [name for name in sides if name not in known]
 
 
-def _shown(path: Path) -> str:
-    """As a person would write it from here."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+def _sum(sides: list[Counts]) -> Counts:
+    return Counts(*(sum(getattr(side, name) for side in sides) for name in Counts.__slots__))
 
 
 def _gpus(config: Config, contract: ModelContract) -> tuple[float, float]:

@@ -10,6 +10,7 @@ say so. 2: something asked for cannot be right, or cannot be had. 130: interrupt
 """
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ from services.config import Config, describe, load_config
 from services.errors import ConfigError, ServicesError
 from services.models import ensure_model
 from services.preflight import check, check_resumed
-from services.run_folder import RunFolder
+from services.run_folder import RunFolder, with_absolute_paths
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,8 +67,10 @@ def _config(asked: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         raise ConfigError("--resume goes on with the run's own config; leave out --config and --numerics")
     root = Path(load_config(None, overrides).run.directory)
     folder = RunFolder.open(asked.resume, root)
-    config = load_config(folder.config_file, overrides)
-    check_resumed(load_config(folder.config_file), config)
+    # It may have been moved since it was started.
+    overrides.append(f"run.directory={json.dumps(str(folder.path.parent))}")
+    config = with_absolute_paths(load_config(folder.config_file, overrides))
+    check_resumed(with_absolute_paths(load_config(folder.config_file)), config)
     return config, folder
 
 

@@ -1,22 +1,40 @@
 """The folder of one run, and what a run needs to go on from where it was.
 
-runs/<id>/config.yaml  steps.jsonl  summary.json  plot.png
+runs/<id>/run_id  config.yaml  steps.jsonl  under_way.json  summary.json  plot.png  .lock
           weights/  checkpoints/  ledger.sqlite  auditor/  spool/  logs/
 runs/latest -> <id>
+
+A folder may be moved, renamed or copied: the run keeps the id that it was started with, by which the auditor knows it.
 """
 
-import json
+import fcntl
 import os
+import re
 import shutil
+import socket
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from pydantic import Field
 
 from services.config import Config
-from services.errors import CheckpointError
+from services.durable import replace_text, sync, sync_folder
+from services.errors import CheckpointError, ConfigError
+from services.redo import UnderWay
 from services.step_log import StepLog
+from services.stored import Stored
+
+_NAMES = 100
+_STATE = "state.json"
+_IS_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_PATHS = (
+    *("run.directory", "model.cache", "weights.directory"),
+    *("auditor.token_file", "auditor.tls_ca", "auditor.tls_certificate", "auditor.tls_key"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +44,12 @@ class Checkpoint:
     folder: Path
     next_step: int
     weight_version: int
+    weight_digest: str
+
+
+class _State(Stored):
+    next_step: int = Field(ge=0)
+    weight_version: int = Field(ge=0)
     weight_digest: str
 
 
@@ -42,39 +66,78 @@ class RunFolder:
         root.mkdir(parents=True, exist_ok=True)
         name = f"{config.run.name}." if config.run.name else ""
         run_id = f"{name}{time.strftime('%Y%m%d-%H%M%S')}-{config.numerics.mode}"
-        for attempt in range(100):
+        for attempt in range(_NAMES):
             folder = cls(root / (f"{run_id}-{attempt}" if attempt else run_id))
             try:
                 folder.path.mkdir()
-                break
             except FileExistsError:
                 continue
-        (folder.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        return folder
+            replace_text(folder.path / "run_id", folder.path.name + "\n")
+            folder.keep_config(config)
+            sync(root)
+            return folder
+        raise ConfigError(
+            f"run.directory = {str(root)!r} has {run_id} and {_NAMES - 1} more of that second; set run.name to another"
+        )
 
     @classmethod
     def open(cls, name: str, root: Path) -> "RunFolder":
         """Find an existing run by its folder or its id; CheckpointError if there is none."""
         for path in (Path(name), root / name):
             if (path / "config.yaml").is_file():
-                return cls(path.resolve())
+                folder = cls(path.resolve())
+                if not _IS_RUN_ID.fullmatch(folder.run_id):
+                    raise CheckpointError(f"{folder.path / 'run_id'} holds {folder.run_id[:80]!r}, which is no run id")
+                return folder
         runs = sorted(p.name for p in root.glob("*/") if (p / "checkpoints").is_dir() and not p.is_symlink())
         raise CheckpointError(f"no run {name!r} in {root}; runs with checkpoints: {', '.join(runs[-5:]) or 'none'}")
 
     @property
     def run_id(self) -> str:
-        """The name that the auditor knows the run by."""
-        return self.path.name
+        """The name that the auditor knows the run by: that of the folder where the run was started."""
+        try:
+            return (self.path / "run_id").read_text(encoding="utf-8", errors="replace").rstrip("\n")
+        except FileNotFoundError:
+            return self.path.name
 
     @property
     def config_file(self) -> Path:
-        """The config that the run was started with."""
+        """The config that the run was started with, or last resumed with."""
         return self.path / "config.yaml"
+
+    def keep_config(self, config: Config) -> None:
+        """Write it for those who go on with the run, from whatever folder."""
+        tree = with_absolute_paths(config).model_dump(mode="json")
+        replace_text(self.config_file, yaml.safe_dump(tree, sort_keys=False))
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for this process; CheckpointError if another one does. A process that dies lets go of it."""
+        with (self.path / ".lock").open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise CheckpointError(f"run {self.run_id} is in use by pid {file.read().strip() or '?'}") from None
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            yield
 
     @property
     def step_log(self) -> StepLog:
         """What became of each step."""
         return StepLog(self.path / "steps.jsonl")
+
+    @property
+    def under_way(self) -> UnderWay | None:
+        """The last step that was begun, and under what; None before the first. CheckpointError if it is unreadable."""
+        file = self.path / "under_way.json"
+        return UnderWay.read(file) if file.exists() else None
+
+    def begin_step(self, under_way: UnderWay) -> None:
+        """Note that records of this step may be with the auditor from now on."""
+        replace_text(self.path / "under_way.json", under_way.text())
 
     def point_latest(self) -> None:
         """Make `latest` beside the run point at it, in one rename."""
@@ -83,21 +146,35 @@ class RunFolder:
         draft.symlink_to(self.path.name)
         draft.rename(link)
 
-    def begin_checkpoint(self, next_step: int) -> Path:
-        """An empty scratch folder for the trainer to write into."""
-        scratch = self.path / "checkpoints" / f".step{next_step:06d}.partial"
-        shutil.rmtree(scratch, ignore_errors=True)
+    @contextmanager
+    def checkpoint(self, next_step: int) -> Iterator[Path]:
+        """An empty scratch folder for the trainer to write into; gone after the block, unless it was finished."""
+        folder = self.path / "checkpoints"
+        for left in folder.glob(".*.partial"):  # by a process that was killed
+            shutil.rmtree(left)
+        scratch = folder / f".{_name_of(next_step)}.partial"
         scratch.mkdir(parents=True)
-        return scratch
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def finish_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
         """Give a written scratch folder its name, and remove the checkpoints before it."""
-        final = self.path / "checkpoints" / f"step{checkpoint.next_step:06d}"
-        state = {k: v for k, v in asdict(checkpoint).items() if k != "folder"}
-        (checkpoint.folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+        folder = self.path / "checkpoints"
+        final = folder / _name_of(checkpoint.next_step)
+        state = _State(
+            next_step=checkpoint.next_step,
+            weight_version=checkpoint.weight_version,
+            weight_digest=checkpoint.weight_digest,
+        )
+        (checkpoint.folder / _STATE).write_text(state.text())
+        sync_folder(checkpoint.folder)
         shutil.rmtree(final, ignore_errors=True)
         checkpoint.folder.rename(final)
-        for older in (self.path / "checkpoints").glob("step*"):
+        sync(folder)
+        sync(self.path)
+        for older in folder.glob("step*"):
             if older.name < final.name:
                 shutil.rmtree(older)
         return Checkpoint(final, checkpoint.next_step, checkpoint.weight_version, checkpoint.weight_digest)
@@ -107,8 +184,23 @@ class RunFolder:
         folders = sorted((self.path / "checkpoints").glob("step*"))
         if not folders:
             raise CheckpointError(f"run {self.run_id} has no checkpoint; set run.checkpoint_every to write some")
-        try:
-            state = json.loads((folders[-1] / "state.json").read_text())
-            return Checkpoint(folders[-1], **state)
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"checkpoint {folders[-1]} cannot be read: {error}") from None
+        state = _State.read(folders[-1] / _STATE)
+        if folders[-1].name != _name_of(state.next_step):
+            raise CheckpointError(f"{folders[-1] / _STATE} says that it is of step {state.next_step}; it is damaged")
+        return Checkpoint(folders[-1], state.next_step, state.weight_version, state.weight_digest)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The same config, as it reads from any folder. A packaged model's name is none of a folder, and stays."""
+    keys = [*_PATHS, *(["model.path"] if (Path(config.model.path) / "config.json").is_file() else [])]
+    for key in keys:
+        section, name = key.split(".")
+        part = getattr(config, section)
+        if path := getattr(part, name):
+            changed = part.model_copy(update={name: str(Path(path).absolute())})
+            config = config.model_copy(update={section: changed})
+    return config
+
+
+def _name_of(next_step: int) -> str:
+    return f"step{next_step:06d}"

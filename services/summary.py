@@ -24,6 +24,7 @@ class Summary:
     of the whole run. samples: how many the auditor should have compared.
     Of this process only: records (of both sides, by what became of them), setup_seconds (until both engines held
     the first weights), total_seconds, and peak (memory of all processes, when it was largest).
+    error: what ended the run before its last step; empty where it came to its end.
     """
 
     run_id: str
@@ -37,13 +38,19 @@ class Summary:
     total_seconds: float
     peak: Usage
     auditor_restarts: int
+    error: str = ""
+
+    @property
+    def lost(self) -> str:
+        """Records that were reported and that the auditor does not have; empty if there are none."""
+        lost = {name: getattr(self.records, name) for name in ("refused", "dropped", "queued", "spooled")}
+        return f"records that the auditor does not have: {counts(lost)}" if any(lost.values()) else ""
 
     def faults(self) -> list[str]:
         """Why a strict run may not be called clean; empty if it may. A native run promises nothing."""
         if self.numerics == "native":
             return []
-        total, records = self.total, self.records
-        lost = {name: getattr(records, name) for name in ("refused", "dropped", "queued", "spooled")}
+        total = self.total
         judged = total.by_verdict.get("match", 0) + total.by_verdict.get("mismatch", 0)
         found = [
             (total.mismatched_tokens, f"{total.mismatched_tokens} tokens differ between rollout and trainer"),
@@ -56,7 +63,7 @@ class Summary:
                 f"the reference has recomputed nothing yet; {waiting} samples wait for it",
             ),
             (judged + total.not_comparable < self.samples, f"only {judged} of {self.samples} samples were compared"),
-            (any(lost.values()), f"records that the auditor does not have: {counts(lost)}"),
+            (self.lost, self.lost),
         ]
         return [text for is_so, text in found if is_so]
 
@@ -90,6 +97,7 @@ class Summary:
             else None,
             "per_step": [_step_json(step, verdicts) for step, verdicts in zip(self.steps, self.verdicts, strict=True)],
             "faults": self.faults(),
+            "error": self.error or None,
         }
 
     def write(self, folder: Path) -> None:

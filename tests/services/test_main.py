@@ -1,5 +1,6 @@
 """What a user's mistake looks like: one line, exit code 2, no traceback, and nothing started."""
 
+import os
 import socket
 
 import pytest
@@ -9,7 +10,8 @@ import yaml
 from services import job
 from services.config import load_config
 from services.main import main
-from services.run_folder import RunFolder
+from services.redo import UnderWay
+from services.run_folder import Checkpoint, RunFolder
 from tests.models import write_tiny_model
 
 
@@ -65,6 +67,42 @@ def test_what_holds_for_a_whole_run_cannot_change_when_it_is_resumed(config_file
     folder = RunFolder.create(config)
     assert main(["--resume", str(folder.path), "--set", change]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.fixture
+def resumable(config_file):
+    """A run that was begun up to step 4 with a checkpoint before step 3."""
+    config = load_config(config_file)
+    folder = RunFolder.create(config)
+    with folder.checkpoint(3) as scratch:
+        folder.finish_checkpoint(Checkpoint(scratch, 3, 4, "ab"))
+    folder.begin_step(UnderWay.now(4, config, local=True))
+    return folder
+
+
+def test_a_key_that_the_records_of_a_step_to_be_redone_depend_on_cannot_change(resumable, capsys, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["--resume", str(resumable.path), "--set", "rollout.temperature=0.5"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("error: rollout.temperature = 0.5: steps 3 to 4 were begun with 1.0 and must be done again")
+    assert load_config(resumable.config_file).rollout.temperature == 1.0
+
+
+def test_another_environment_than_that_of_a_step_to_be_redone_is_named(resumable, capsys, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    noted = resumable.under_way
+    resumable.begin_step(noted.model_copy(update={"environment": noted.environment | {"torch": "1.0"}}))
+    assert main(["--resume", str(resumable.path)]) == 2
+    assert "were begun with '1.0' and must be done again to the same bits" in capsys.readouterr().err
+
+
+def test_a_run_in_use_is_left_alone_with_the_process_that_uses_it_named(resumable, capsys):
+    with resumable.lock():
+        assert main(["--resume", str(resumable.path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: run {resumable.run_id} is in use by pid {os.getpid()} on ")
+    assert error.count("\n") == 1
 
 
 def test_a_port_in_use_is_named(config_file, capsys):

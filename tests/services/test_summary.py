@@ -11,13 +11,14 @@ from rich.console import Console
 
 from auditor.client import Counts
 from services.alert import NAME, SEVERITY, mismatch_alert
+from services.auditor_access import AuditorAccess
 from services.config import build_config
-from services.job import conclude
+from services.ending import conclude, give_account
 from services.loop import StepResult
 from services.memory import Usage
 from services.records import TrainOutcome, WeightVersion
 from services.report import Report, StepLine
-from services.run_folder import RunFolder
+from services.run_folder import Checkpoint, RunFolder
 from services.summary import Summary
 from services.verdicts import Verdicts
 
@@ -94,6 +95,55 @@ def test_a_mismatch_makes_a_strict_run_exit_with_1_and_a_native_one_with_0(tmp_p
     with Report(1, 0) as report:
         assert conclude(_summary(total, numerics), folder, report, None) == code
         assert conclude(_summary(CLEAN, numerics), folder, report, None) == 0
+
+
+def _said(do):
+    shown = io.StringIO()
+    with Report(1, 0, Console(file=shown, width=400)) as report:
+        do(report)
+    return shown.getvalue()
+
+
+def test_a_run_whose_auditor_goes_on_says_where_to_look(tmp_path):
+    folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
+    running = AuditorAccess("host:1", "https://host:2/")
+    said = _said(lambda report: conclude(_summary(), folder, report, None, running))
+    run = folder.run_id
+    assert (
+        f"look at it: https://host:2/#/run/{run} (page), https://host:2/api/v1/runs/{run}, https://host:2/metrics"
+        in said
+    )
+    assert "look again" not in said
+
+
+def test_a_run_that_ends_by_an_error_leaves_what_was_done_and_says_what_the_auditor_lacks(tmp_path):
+    folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
+    broken = replace(_summary(samples=8), error="disk full", records=Counts(accepted=3, dropped=2, spooled=1))
+    said = _said(lambda report: give_account(broken, ["trainer"], folder, report))
+    found = json.loads((folder.path / "summary.json").read_text())
+    assert (found["error"], found["steps"], found["compared_tokens"]) == ("disk full", 1, 9)
+    assert "ended after 1 steps: " in said
+    assert "records that the auditor does not have: 2 dropped, 1 spooled" in said
+    assert "what the trainer had not sent to the auditor is lost, but for " in said
+    assert "--resume" not in said
+
+
+def test_how_to_go_on_is_said_only_where_there_is_a_checkpoint(tmp_path):
+    folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
+    with folder.checkpoint(4) as scratch:
+        folder.finish_checkpoint(Checkpoint(scratch, 4, 5, "ab"))
+    said = _said(lambda report: give_account(_summary(), [], folder, report))
+    assert f"to go on from step 4: --resume {folder.path}" in said
+    assert "the auditor" not in said
+
+
+def test_a_summary_that_cannot_be_written_hides_nothing_else(tmp_path):
+    folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
+    (folder.path / ".summary.json").mkdir()
+    broken = replace(_summary(), records=Counts(dropped=2))
+    said = _said(lambda report: give_account(broken, [], folder, report))
+    assert "summary.json of the 1 steps that were done cannot be written: " in said
+    assert "records that the auditor does not have: 2 dropped" in said
 
 
 @pytest.mark.parametrize("what", ["refused", "dropped", "queued", "spooled"])
