@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -26,11 +28,11 @@ RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 class Started:
     """`python -m services.main` as a child process, its output read line by line."""
 
-    def __init__(self, *arguments, program="services.main"):
+    def __init__(self, *arguments, program="services.main", cwd=None):
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", program, *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=cwd
         )
         self.output = ""
 
@@ -50,6 +52,11 @@ class Started:
 
     def descendants(self):
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def one(self, word):
+        """The descendant whose command line has `word`."""
+        (found,) = [p for p in self.descendants() if word in " ".join(p.cmdline())]
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +86,7 @@ def whole(config_file):
     """A strict run with two ranks on each side, whose auditor is killed after the second step."""
     run = Started("--config", config_file, "--set", "trainer.tp_size=2", "--set", "rollout.tp_size=2")
     run.read_until("   1   ")
-    (auditor,) = [p for p in run.descendants() if "auditor.main" in " ".join(p.cmdline())]
-    auditor.kill()
+    run.one("auditor.main").kill()
     output = run.end(0)
     return output, *_latest(config_file)
 
@@ -138,8 +144,12 @@ def test_an_interrupted_run_leaves_no_process_and_resumed_it_ends_with_the_bits_
     assert summary["records"]["refused"] == 0
 
 
-def test_a_run_killed_outright_takes_its_processes_along_and_resumed_it_ends_with_the_same_bits(whole, config_file):
-    run = Started("--config", config_file, "--set", "run.steps=100")
+def test_a_run_killed_outright_takes_its_processes_along_and_resumed_it_ends_with_the_same_bits(
+    whole, config_file, tmp_path
+):
+    """Also moved, renamed, and from another folder than that in which it was started with relative paths."""
+    relative = ("--set", "run.directory=runs", "--set", "model.path=model")
+    run = Started("--config", config_file, "--set", "run.steps=100", *relative, cwd=config_file.parent)
     run.read_until("   2   ")  # a step past the checkpoint
     # Two small agents of Ray's own go a minute later, once they have given up telling the cluster of its end.
     left = [p for p in run.descendants() if not any(agent in p.cmdline()[0] for agent in RAY_AGENTS)]
@@ -147,14 +157,80 @@ def test_a_run_killed_outright_takes_its_processes_along_and_resumed_it_ends_wit
     run.process.wait()
     _gone(left)
     killed = (config_file.parent / "runs" / "latest").resolve()
+    moved = killed.with_name("moved")
+    killed.rename(moved)
 
-    Started("--resume", killed, "--set", f"run.steps={STEPS}").end(0)
+    refused = Started("--resume", moved, "--set", "trainer.tp_size=2", cwd=tmp_path).end(2)
+    (line,) = refused.splitlines()
+    assert re.match(
+        r"error: trainer\.tp_size = 2: steps? 2 .* begun with 1 and must be done again to the same bits", line
+    )
+
+    Started("--resume", moved, "--set", f"run.steps={STEPS}", cwd=tmp_path).end(0)
     folder, summary = _latest(config_file)
-    assert folder == killed
+    assert folder == moved
+    assert summary["run_id"] == killed.name
     _is_the_whole_run(summary, whole[2])
     ledger = sqlite3.connect(folder / "ledger.sqlite")
     per_side = dict(ledger.execute("SELECT side, count(*) FROM records WHERE step < ? GROUP BY side", (STEPS,)))
     assert per_side == {"rollout": STEPS * SAMPLES, "trainer": STEPS * SAMPLES}
+
+
+def test_the_rollout_actor_killed_ends_the_run_in_one_line_with_the_summary_of_what_was_done(config_file):
+    run = Started("--config", config_file, "--set", "run.steps=100")
+    run.read_until("   2   ")
+    folder, found = _ends_by_the_death_of(run, "RolloutActor", "rollout", config_file)
+    assert found["steps"] >= 3
+    assert found["compared_tokens"] > found["mismatched_tokens"] == 0
+    assert re.search(rf"to go on from step \d+: --resume {re.escape(str(folder))}\n", run.output)
+
+
+def test_a_copy_goes_on_with_other_keys_where_no_step_is_redone_and_the_trainer_killed_ends_it_too(whole, config_file):
+    """The whole run had two ranks on each side."""
+    copy = whole[1].with_name("copy")
+    shutil.copytree(whole[1], copy)
+    changed = ("--set", "trainer.tp_size=1", "--set", "rollout.tp_size=1", "--set", "rollout.temperature=0.5")
+    run = Started("--resume", copy, "--set", "run.steps=100", *changed)
+    run.read_until(f"   {STEPS}   ")
+    assert f"{SAMPLES} match" in run.output.splitlines()[-1]
+    folder, found = _ends_by_the_death_of(run, "TrainerActor", "trainer", config_file)
+    assert folder == copy
+    assert found["run_id"] == whole[2]["run_id"]
+    assert found["verdicts"]["match"] >= (STEPS + 1) * SAMPLES
+    assert found["mismatched_tokens"] == 0
+
+
+def _ends_by_the_death_of(run, process, side, config_file):
+    left = run.descendants()
+    run.one(process).kill()
+    output = run.end(2)
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert re.match(rf"error: the {side} actor died: .*; its output is in .*/logs/{side}\.log$", line)
+    assert output.endswith(line + "\n")
+    assert "Traceback" not in output
+    assert f"what the {side} had not sent to the auditor is lost" in output
+    _gone(left)
+    folder, found = _latest(config_file)
+    assert found["error"] == line.removeprefix("error: ")
+    assert len(found["per_step"]) == found["steps"]
+    return folder, found
+
+
+def test_a_disk_that_fills_up_under_the_run_ends_it_in_one_line_and_leaves_nothing(config_file, make_disk):
+    disk = make_disk("48m")
+    run = Started("--config", config_file, "--set", "run.steps=100", "--set", f"run.directory={disk}")
+    run.read_until("   0   ")
+    left = run.descendants()
+    with suppress(OSError), (disk / "something else").open("wb", buffering=0) as file:
+        while file.write(bytes(2**14)):
+            pass
+    output = run.end(2)
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "disk full" in line or "No space left on device" in line
+    assert "Traceback" not in output
+    _gone(left)
+    (folder,) = disk.glob("2*")
+    assert not list(folder.glob("*/.*.partial"))
 
 
 def test_one_unit_in_the_last_place_of_a_strict_run_is_said_with_its_side_and_exit_code_1(config_file):
