@@ -45,7 +45,7 @@ def native(weights_root: Path) -> Iterator[np.ndarray]:
 def test_what_a_stock_vllm_reports_is_given_by_its_kernels_outside_of_it(
     weights_root: Path, beside: int, name: str
 ) -> None:
-    """Its engine generates, alone or beside others; the ops, called one by one, have its bits and find where it left."""
+    """Its engine generates, alone or beside others; the ops, called one by one, have its bits and say where it left."""
     pytest.importorskip("vllm")
     from services.rollout.engine import EngineOptions, RolloutEngine, Sampling
 
