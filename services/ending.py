@@ -51,7 +51,8 @@ def give_account(summary: Summary, silent: list[str], folder: RunFolder, report:
     except OSError as error:
         report.say(f"summary.json of the {len(summary.steps)} steps that were done cannot be written: {error}")
     for side in silent:
-        report.say(f"what the {side} had not sent to the auditor is lost, but for {shown(folder.path / 'spool')}")
+        spool = shown(folder.path / "spool")
+        report.say(f"the {side} does not answer; what it had not sent to the auditor may be lost, but for {spool}")
     if summary.lost:
         report.say(summary.lost)
     try:

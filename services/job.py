@@ -80,6 +80,7 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
         if start:
             check_redone(folder.under_way, _under_way(config, start.next_step), start.next_step)
             folder.keep_config(config)
+        steps = folder.step_log.go_on(start.next_step if start else 0)
         memory = PeakMemory()
         with Report(config.run.steps, start.next_step if start else 0) as report, ExitStack() as stack:
             report.say(f"run {folder.run_id} in {shown(folder.path)}")
@@ -88,7 +89,6 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
             weights = _first_weights(run, model)
             folder.point_latest()
             setup_seconds = time.monotonic() - began
-            steps = folder.step_log.go_on(run.first_step)
             try:
                 _train(run, weights, steps)
                 summary = _gather(run, steps, *_settle(run))

@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field
 
-from services.config import Config
+from services.config import Config, load_config
 from services.durable import replace_text, sync, sync_folder
 from services.errors import CheckpointError, ConfigError
 from services.redo import UnderWay
@@ -106,7 +106,10 @@ class RunFolder:
         return self.path / "config.yaml"
 
     def keep_config(self, config: Config) -> None:
-        """Write it for those who go on with the run, from whatever folder."""
+        """Write it for those who go on with the run, from any folder; to the last step that was ever asked for."""
+        if self.config_file.exists():
+            steps = max(config.run.steps, load_config(self.config_file).run.steps)
+            config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
         tree = with_absolute_paths(config).model_dump(mode="json")
         replace_text(self.config_file, yaml.safe_dump(tree, sort_keys=False))
 

@@ -66,7 +66,7 @@ class StepLog:
         for number, line in enumerate(lines, 1):
             try:
                 content = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # cut off
             found.append(_Line.of(content, f"{self._file}, line {number}"))
         return found

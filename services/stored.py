@@ -19,7 +19,7 @@ class Stored(BaseModel):
         """From a file; CheckpointError, one line, if it is not there or holds something else."""
         try:
             content = json.loads(file.read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
         return cls.of(content, str(file))
 

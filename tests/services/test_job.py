@@ -208,7 +208,7 @@ def _ends_by_the_death_of(run, process, side, config_file):
     assert re.match(rf"error: the {side} actor died: .*; its output is in .*/logs/{side}\.log$", line)
     assert output.endswith(line + "\n")
     assert "Traceback" not in output
-    assert f"what the {side} had not sent to the auditor is lost" in output
+    assert f"the {side} does not answer; what it had not sent to the auditor may be lost" in output
     _gone(left)
     folder, found = _latest(config_file)
     assert found["error"] == line.removeprefix("error: ")

@@ -1,6 +1,7 @@
 """What a user's mistake looks like: one line, exit code 2, no traceback, and nothing started."""
 
 import os
+import re
 import socket
 
 import pytest
@@ -87,6 +88,14 @@ def test_a_key_that_the_records_of_a_step_to_be_redone_depend_on_cannot_change(r
     assert error.count("\n") == 1
     assert error.startswith("error: rollout.temperature = 0.5: steps 3 to 4 were begun with 1.0 and must be done again")
     assert load_config(resumable.config_file).rollout.temperature == 1.0
+
+
+def test_a_step_log_that_is_damaged_is_named_before_anything_is_started(resumable, capsys):
+    (resumable.path / "steps.jsonl").write_text("{}\n")
+    assert main(["--resume", str(resumable.path)]) == 2
+    output = capsys.readouterr()
+    assert re.match(r"error: .*/steps\.jsonl, line 1 cannot be read: step: field required\n$", output.err)
+    assert output.out == ""
 
 
 def test_another_environment_than_that_of_a_step_to_be_redone_is_named(resumable, capsys, monkeypatch):

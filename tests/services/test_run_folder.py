@@ -105,6 +105,21 @@ def test_the_kept_config_reads_the_same_from_any_folder(tmp_path, monkeypatch):
     assert packaged.weights.directory == ""
 
 
+def test_who_resumes_goes_on_with_what_was_in_force_last_and_to_the_last_step_that_was_asked_for(config):
+    folder = RunFolder.create(config)
+
+    def resume(steps, threads):
+        tree = config.model_dump()
+        folder.keep_config(
+            build_config(tree | {"run": tree["run"] | {"steps": steps}, "numerics": {"threads": threads}})
+        )
+        kept = load_config(folder.config_file)
+        return kept.run.steps, kept.numerics.threads
+
+    assert resume(steps=6, threads=3) == (9, 3)
+    assert resume(steps=12, threads=4) == (12, 4)
+
+
 def test_a_folder_is_held_by_one_process_and_is_free_when_that_one_is_killed(config):
     folder = RunFolder.create(config)
     hold = (

@@ -124,7 +124,7 @@ def test_a_run_that_ends_by_an_error_leaves_what_was_done_and_says_what_the_audi
     assert (found["error"], found["steps"], found["compared_tokens"]) == ("disk full", 1, 9)
     assert "ended after 1 steps: " in said
     assert "records that the auditor does not have: 2 dropped, 1 spooled" in said
-    assert "what the trainer had not sent to the auditor is lost, but for " in said
+    assert "the trainer does not answer; what it had not sent to the auditor may be lost, but for " in said
     assert "--resume" not in said
 
 
