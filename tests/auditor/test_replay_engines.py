@@ -1,5 +1,6 @@
 """A capsule of our own engines is replayed without a plug: the op is named, and what removes the difference."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from auditor.errors import ConfigError
 from auditor.judge import judge_pair
 from auditor.records import RolloutRecord, TrainerRecord
 from auditor.replay.engines import load_ops
-from auditor.replay.report import Question, match, replay
+from auditor.replay.report import Question, replay
 from rl_kernel.contracts import model_contract
 from rl_kernel.reference.model import Decoder
 from tests.auditor.processes import REPOSITORY
@@ -41,34 +42,48 @@ def native(weights_root: Path) -> Iterator[np.ndarray]:
     leave_tensor_parallel()
 
 
-@pytest.mark.parametrize(("beside", "name"), [(3, "native-vllm"), (0, "native-vllm-alone")])
-def test_what_a_stock_vllm_reports_is_given_by_its_kernels_outside_of_it(
-    weights_root: Path, beside: int, name: str
-) -> None:
+# In a process of its own: an engine changes torch's threads for good.
+STOCK_VLLM = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+import numpy as np
+from auditor.replay.engines import load_ops
+from auditor.replay.report import Question, match, replay
+from rl_kernel.reference.model import Decoder
+from services.rollout.engine import EngineOptions, RolloutEngine, Sampling
+from tests.auditor.samples import CONTRACT
+from tests.auditor.test_reference import true_pair
+root = Path(sys.argv[1])
+decoder, (record, _) = Decoder.open(root / "v000001", CONTRACT), true_pair(root, "a")
+engine, found = RolloutEngine(root / "v000001", EngineOptions(numerics="native")), {}
+for beside, name in ((3, "native-vllm"), (0, "native-vllm-alone")):
+    prompts = [tuple(range(5 + 7 * i, 14 + 9 * i)) for i in range(1 + beside)]
+    answer, *_ = engine.generate(prompts, [Sampling(1.0, seed=i, max_new_tokens=24) for i in range(1 + beside)])
+    tokens, cut = np.array(prompts[0] + answer.tokens, np.int64), len(prompts[0])
+    told = replace(record, tokens=tokens.astype(np.uint32), prompt_len=cut, mask=np.ones(24, np.bool_),
+                   logprobs=np.asarray(answer.logprobs, np.float32))
+    question = Question(decoder, tokens, cut, 1.0)
+    one = replay(question, told, load_ops(name, decoder, cut))
+    found[name] = [one.unlike, one.differing, one.call.op, one.call.name]
+    found["native beside " + name] = match(question, told, load_ops("native", decoder, cut)).unlike
+engine.close()
+print("FOUND", json.dumps(found))
+"""
+
+
+def test_what_a_stock_vllm_reports_is_given_by_its_kernels_outside_of_it(weights_root: Path) -> None:
     """Its engine generates, alone or beside others; the ops, called one by one, have its bits and say where it left."""
     pytest.importorskip("vllm")
-    from services.rollout.engine import EngineOptions, RolloutEngine, Sampling
-
-    engine = RolloutEngine(weights_root / "v000001", EngineOptions(numerics="native"))
-    try:
-        prompts = [tuple(range(5 + 7 * i, 14 + 9 * i)) for i in range(1 + beside)]
-        (answer, *_) = engine.generate(prompts, [Sampling(1.0, seed=i, max_new_tokens=24) for i in range(len(prompts))])
-    finally:
-        engine.close()
-    tokens, prompt_len = np.array(prompts[0] + answer.tokens, np.int64), len(prompts[0])
-    decoder = Decoder.open(weights_root / "v000001", CONTRACT)
-    question = Question(decoder, tokens, prompt_len, 1.0)
-    reported = np.asarray(answer.logprobs, np.float32)
-    rollout, _ = true_pair(weights_root, "a")
-    record = replace(
-        rollout, tokens=tokens.astype(np.uint32), prompt_len=prompt_len, logprobs=reported, mask=np.ones(24, np.bool_)
-    )
-    found = replay(question, record, load_ops(name, decoder, prompt_len))
-    assert found.reproduced
-    assert found.differing > 20
-    assert found.call is not None
-    assert (found.call.op, found.call.name) == ("rope", "layers.0.rope")
-    assert match(question, record, load_ops("native", decoder, prompt_len)).unlike > 20, "Megatron's are others"
+    command = [sys.executable, "-c", STOCK_VLLM, str(weights_root)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.rpartition("FOUND ")[2])
+    for name in ("native-vllm", "native-vllm-alone"):
+        unlike, differing, *where = found[name]
+        assert (unlike, where) == (0, ["rope", "layers.0.rope"])
+        assert differing > 20
+        assert found[f"native beside {name}"] > 20, "Megatron's kernels are others"
 
 
 def command(root: Path, folder: Path, rollout: RolloutRecord, trainer: TrainerRecord, *flags: str) -> tuple[int, str]:
