@@ -1,7 +1,20 @@
 """On the disk, so that no power cut takes it back: bytes before the name, and both before what relies on them."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Put the file's name into an OSError that has none: a full disk is told to a `write`, which knows no names."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(file)) from error
+        raise
 
 
 def sync(path: Path) -> None:
@@ -25,8 +38,9 @@ def replace_text(file: Path, text: str) -> None:
     """Give `file` another content: the old or the new is there at any time, and the new when this returns."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        draft.write_text(text, encoding="utf-8")
-        sync(draft)
+        with naming(file):
+            draft.write_text(text, encoding="utf-8")
+            sync(draft)
         draft.rename(file)
     finally:
         draft.unlink(missing_ok=True)

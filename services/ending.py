@@ -49,7 +49,7 @@ def give_account(summary: Summary, silent: list[str], folder: RunFolder, report:
         summary.write(folder.path)
         report.say(f"ended after {len(summary.steps)} steps: {shown(folder.path / 'summary.json')}")
     except OSError as error:
-        report.say(f"summary.json of the {len(summary.steps)} steps that were done cannot be written: {error}")
+        report.say(f"the summary of the {len(summary.steps)} steps that were done cannot be written: {error}")
     for side in silent:
         spool = shown(folder.path / "spool")
         report.say(f"the {side} does not answer; what it had not sent to the auditor may be lost, but for {spool}")

@@ -22,7 +22,7 @@ import yaml
 from pydantic import Field
 
 from services.config import Config, load_config
-from services.durable import replace_text, sync, sync_folder
+from services.durable import naming, replace_text, sync, sync_folder
 from services.errors import CheckpointError, ConfigError
 from services.redo import UnderWay
 from services.step_log import StepLog
@@ -171,8 +171,9 @@ class RunFolder:
             weight_version=checkpoint.weight_version,
             weight_digest=checkpoint.weight_digest,
         )
-        (checkpoint.folder / _STATE).write_text(state.text())
-        sync_folder(checkpoint.folder)
+        with naming(checkpoint.folder):
+            (checkpoint.folder / _STATE).write_text(state.text())
+            sync_folder(checkpoint.folder)
         shutil.rmtree(final, ignore_errors=True)
         checkpoint.folder.rename(final)
         sync(folder)

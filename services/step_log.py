@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.durable import replace_text, sync
+from services.durable import naming, replace_text, sync
 from services.errors import CheckpointError
 from services.loop import StepResult
 from services.records import TrainOutcome, WeightVersion
@@ -41,7 +41,7 @@ class StepLog:
     def append(self, result: StepResult) -> None:
         """Add a step, and wait until it is on the disk: a checkpoint that comes after it counts on it."""
         is_new = not self._file.exists()
-        with self._file.open("a", encoding="utf-8") as log:
+        with naming(self._file), self._file.open("a", encoding="utf-8") as log:
             log.write(_line_of(result).model_dump_json() + "\n")
             log.flush()
             os.fsync(log.fileno())

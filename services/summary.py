@@ -8,6 +8,7 @@ from typing import Any
 
 from auditor.client import Counts
 from services.config import Numerics
+from services.durable import replace_text
 from services.loop import StepResult
 from services.memory import Usage
 from services.plot import write_plot
@@ -102,9 +103,7 @@ class Summary:
 
     def write(self, folder: Path) -> None:
         """Write summary.json and plot.png."""
-        draft = folder / ".summary.json"
-        draft.write_text(json.dumps(self.to_json(), indent=2) + "\n")
-        draft.rename(folder / "summary.json")
+        replace_text(folder / "summary.json", json.dumps(self.to_json(), indent=2) + "\n")
         compared = self.total.compared_tokens
         title = f"{self.numerics}: {self.total.mismatched_tokens} of {compared} log-probabilities differ"
         write_plot(

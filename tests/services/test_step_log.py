@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,22 @@ def test_a_line_that_holds_something_else_is_named_in_one_line(log, tmp_path, ch
     with pytest.raises(CheckpointError, match=rf"steps\.jsonl, line 2 cannot be read: {says}") as error:
         log.go_on(2)
     assert "\n" not in str(error.value)
+
+
+def test_a_full_disk_is_said_with_the_file_that_has_no_room(make_disk):
+    disk = make_disk("64k")
+    log = StepLog(disk / "steps.jsonl")
+    for step in range(20):
+        log.append(_result(step))
+    with suppress(OSError), (disk / "something else").open("wb", buffering=0) as file:
+        while file.write(bytes(512)):
+            pass
+    with pytest.raises(OSError, match=r"No space left on device: '.*/steps\.jsonl'"):
+        for _ in map(log.append, map(_result, range(20, 100))):
+            pass
+    with pytest.raises(OSError, match=r"No space left on device: '.*/steps\.jsonl'"):
+        log.go_on(20)
+    assert sorted(p.name for p in disk.iterdir()) == ["something else", "steps.jsonl"]
 
 
 def test_each_step_is_on_the_disk_before_anything_counts_on_it(log, tmp_path, monkeypatch):

@@ -139,10 +139,10 @@ def test_how_to_go_on_is_said_only_where_there_is_a_checkpoint(tmp_path):
 
 def test_a_summary_that_cannot_be_written_hides_nothing_else(tmp_path):
     folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
-    (folder.path / ".summary.json").mkdir()
+    (folder.path / "summary.json").mkdir()
     broken = replace(_summary(), records=Counts(dropped=2))
     said = _said(lambda report: give_account(broken, [], folder, report))
-    assert "summary.json of the 1 steps that were done cannot be written: " in said
+    assert "the summary of the 1 steps that were done cannot be written: " in said
     assert "records that the auditor does not have: 2 dropped" in said
 
 
