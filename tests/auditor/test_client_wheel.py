@@ -18,6 +18,7 @@ import pytest
 from rl_kernel.contracts import model_contract
 from rl_kernel.reference.model import Decoder
 from tests.auditor.processes import REPOSITORY, AuditorProcess, running_auditor
+from tests.auditor.test_commands import dump
 from tests.auditor.test_reference import weights_root
 from tests.models import LLAMA
 
@@ -148,22 +149,39 @@ def test_the_wheel_says_that_it_needs_three_packages_and_runs_anywhere(wheel: Pa
     assert said["Version"] == "0.1.0"
 
 
-def test_ten_lines_connect_a_trainer_that_has_nothing_but_the_client(
-    wheel: Path, weights_root: Path, tmp_path: Path
-) -> None:
-    """An interpreter without site-packages, given the wheel's content and the three packages, one by one."""
-    site = tmp_path / "site"
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's content and the three packages, one by one, for an interpreter without site-packages."""
+    folder = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
-    (site / "google").mkdir()
+        archive.extractall(folder)
+    (folder / "google").mkdir()
     for name in ("grpc", "numpy", "numpy.libs", "typing_extensions.py", "google/protobuf", "google/_upb"):
-        for folder in map(Path, sys.path):
-            if (folder / name).exists() and folder.name == "site-packages":
-                (site / name).symlink_to(folder / name)
+        for installed in map(Path, sys.path):
+            if (installed / name).exists() and installed.name == "site-packages":
+                (folder / name).symlink_to(installed / name)
                 break
+    return folder
+
+
+def test_ten_lines_connect_a_trainer_that_has_nothing_but_the_client(
+    site: Path, weights_root: Path, tmp_path: Path
+) -> None:
     loaded = connect([sys.executable, "-I", "-S"], weights_root, tmp_path, str(site))
     assert {"auditor", "grpc", "google", "numpy"} <= loaded
     assert loaded & FRAMEWORKS == set()
+
+
+def test_a_dump_is_sent_with_nothing_but_the_client(site: Path, tmp_path: Path) -> None:
+    file = dump(tmp_path / "dump.jsonl", 3)
+    start = (
+        f"import runpy, sys; sys.path.insert(0, {str(site)!r}); runpy.run_module('auditor.submit', None, '__main__')"
+    )
+    with running_auditor(tmp_path / "auditor") as auditor:
+        command = [sys.executable, "-I", "-S", "-c", start, str(file), "--address", auditor.grpc, "--run", "dumped"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout[:11]) == (0, "accepted 6,"), done.stderr
+        assert auditor.get("/api/v1/runs/dumped")["samples"] == 3
 
 
 def fresh(folder: Path, *wanted: str) -> tuple[list[str], set[str]]:
