@@ -1,6 +1,5 @@
 """A curve merges neighbouring steps: sums add up, the worst stays visible, and nothing compared is no zero."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from auditor.storage.rows import Totals
 from tests.auditor.postgres_server import PostgresServer
 
 LAST = 2**53
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    server = PostgresServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -31,13 +31,6 @@ __all__ = ["weights_root"]
 
 
 @pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    server = PostgresServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def store() -> Iterator[Store]:
     with pytest.MonkeyPatch.context() as patch, running_store(patch) as running:
         yield running
@@ -77,7 +70,7 @@ def cut_from_postgres(folder: Path, server: PostgresServer, state: str, seconds:
 def test_a_cut_from_postgresql_loses_nothing_counts_nothing_twice_and_heals(
     tmp_path: Path, postgres: PostgresServer, state: str
 ) -> None:
-    log = cut_from_postgres(tmp_path, postgres, state, 3.0, 40)
+    log = cut_from_postgres(tmp_path, postgres, state, 2.0, 40)
     assert log.count("the ledger cannot be written: PostgreSQL ledger: ") == (state == "down"), "said once"
     assert log.count("the ledger is written again") == (state == "down")
     assert "Traceback" not in log

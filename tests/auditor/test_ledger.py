@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,13 +27,6 @@ from tests.auditor.postgres_server import PostgresServer
 from tests.auditor.samples import RESPONSE, one_ulp_off, pair
 
 Open = Callable[[bool], Database]
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    server = PostgresServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -100,13 +99,6 @@ def run_rounds(root: Path, folder: Path, rounds: int, database: PostgresServer |
 
 def test_five_rounds_of_kills_lose_nothing_and_count_nothing_twice(weights_root: Path, tmp_path: Path) -> None:
     run_rounds(weights_root, tmp_path, 5)
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    server = PostgresServer()
-    yield server
-    server.close()
 
 
 def test_five_rounds_of_kills_with_the_database_among_them_lose_nothing(

@@ -31,13 +31,6 @@ Open = Callable[[bool], Database]
 WAIT_S = 100.0
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    server = PostgresServer()
-    yield server
-    server.close()
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     if request.param == "sqlite":
