@@ -71,6 +71,8 @@ def _tour(out: Path, steps: int, clean: int, wait: float) -> int:
     grpc, http = (f"127.0.0.1:{port}" for port in free_ports(2))
     command = [sys.executable, "-m", "auditor.main", "--grpc", grpc, "--http", http]
     command += ["--ledger", str(auditor_folder / "ledger.db"), "--weights-root", str(weights), "--recompute-rate", "1"]
+    # Of a native run every sample mismatches, and a search for its cause takes seconds: one a step says enough.
+    command += ["--diagnose-per-step", "1"]
     with running(auditor_folder, {"auditor": command}) as check:
         with stage("auditor ready"):
             wait_until_ok(f"http://{http}/readyz", 60, check)
