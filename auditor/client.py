@@ -122,11 +122,13 @@ class AuditClient:
 
     @property
     def counts(self) -> Counts:
-        """What became of the records so far."""
+        """What became of the records so far. One that is on its way may show in two places, never in none."""
+        # The spool before and after: records leave memory for it, and leave it for a count, while nobody holds the lock.
+        before = self._spool.waiting()
         with self._changed:
             queued = len(self._queue) + self._in_flight + self._on_their_way
             counts = self._counts
-        return replace(counts, queued=queued, spooled=self._spool.waiting())
+        return replace(counts, queued=queued, spooled=max(before, self._spool.waiting()))
 
     def flush(self, timeout: float) -> Counts:
         """Wait up to `timeout` seconds until nothing waits in memory or on disk; return the counts then."""
@@ -246,8 +248,9 @@ class AuditClient:
                     claimed.path,
                     claimed.records,
                 )
-                claimed.set_aside()
-                self._count(dropped=claimed.records)
+                with self._changed:  # nobody may see it gone from the disk and not yet counted
+                    claimed.set_aside()
+                    self._count(dropped=claimed.records)
                 return True
             sent = self._send(request)
             if sent:
