@@ -123,7 +123,7 @@ class AuditClient:
     @property
     def counts(self) -> Counts:
         """What became of the records so far. One that is on its way may show in two places, never in none."""
-        # The spool before and after: records leave memory for it, and leave it for a count, while nobody holds the lock.
+        # The spool before and after: records move between it, memory and the counts while nobody holds the lock.
         before = self._spool.waiting()
         with self._changed:
             queued = len(self._queue) + self._in_flight + self._on_their_way
