@@ -11,7 +11,10 @@ from urllib.parse import urlsplit
 from auditor.errors import ConfigError
 
 _CONNECT_S: Final = 5.0
-_REQUEST_S: Final = 60.0
+# Of silence on a connection. Twice that is less than the half minute that an orchestrator gives a process to end, and
+# whoever writes or fetches tries again later anyway.
+_REQUEST_S: Final = 10.0
+_ATTEMPTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,11 @@ def open_place(setting: str, place: str, access: StoreAccess) -> tuple[Any, str]
 
 def _s3(fs: Any, place: str, access: StoreAccess) -> tuple[Any, str]:
     where = urlsplit(place)
-    settings: dict[str, Any] = {"connect_timeout": _CONNECT_S, "request_timeout": _REQUEST_S}
+    settings: dict[str, Any] = {
+        "connect_timeout": _CONNECT_S,
+        "request_timeout": _REQUEST_S,
+        "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
+    }
     if access.region:
         settings["region"] = access.region
     if access.endpoint:

@@ -200,6 +200,23 @@ def test_a_cut_from_the_archive_keeps_the_evidence_and_writes_each_record_away_o
     assert len(rows) == 40
 
 
+@pytest.mark.soak
+def test_an_archive_that_answers_nothing_does_not_keep_the_auditor_from_ending(tmp_path: Path, store: Store) -> None:
+    """Before an orchestrator loses patience, which is half a minute."""
+    with network(store.endpoint.removeprefix("http://")) as between:
+        flags = ("--retain-days", "0.00001", "--retain-look-s", "0.2", "--archive", "s3://bucket/end")
+        with running_auditor(tmp_path, *flags, "--store-endpoint", f"http://{between.address}") as auditor:
+            between.set("silent")
+            send(auditor, *pair("0"))
+            time.sleep(2.0)
+            assert auditor.process is not None
+            auditor.process.terminate()
+            started = time.monotonic()
+            assert auditor.process.wait(60) == 0
+            assert time.monotonic() - started < 25.0
+        assert verify(open_database(str(auditor.ledger), writer=False)).payloads == 3, "two records and a verdict"
+
+
 def test_while_the_weights_store_is_cut_off_samples_wait_and_are_recomputed_then(
     tmp_path: Path, store: Store, weights_root: Path
 ) -> None:
