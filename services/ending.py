@@ -31,12 +31,15 @@ def conclude(
         report.say(look_at(running, folder.run_id))
     elif ledger.exists():
         # Our own auditor has ended with the run; its page, API and metrics are one command away.
-        command = f"{shown(Path(sys.executable))} -m auditor.main --ledger {shown(ledger)} --http {_LOOK_AGAIN}"
+        command = f"{_python()} -m auditor.main --ledger {shown(ledger)} --http {_LOOK_AGAIN}"
         report.say(f"look again: {command}, then http://{_LOOK_AGAIN}")
     if alert:
         report.say(alert)
     for fault in summary.faults():
         report.say(f"NOT CLEAN: {fault}")
+    if running and summary.records.spooled:
+        for side in sorted((folder.path / "spool").iterdir()):
+            report.say(f"deliver what waits: {_python()} -m auditor.submit {shown(side)} --address {running.grpc}")
     return 1 if summary.faults() else 0
 
 
@@ -66,6 +69,10 @@ def look_at(running: AuditorAccess, run_id: str) -> str:
     """Where a running auditor shows a run: page, API, metrics."""
     base, run = running.http.rstrip("/"), quote(run_id, safe="")
     return f"look at it: {base}/#/run/{run} (page), {base}/api/v1/runs/{run}, {base}/metrics"
+
+
+def _python() -> str:
+    return shown(Path(sys.executable))
 
 
 def shown(path: Path) -> str:

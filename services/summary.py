@@ -133,6 +133,8 @@ class Summary:
             recomputed += f" ({total.queued} samples wait)"
         if failed := total.by_reference.get("failed", 0):
             recomputed += f" ({failed} samples could not be)"
+        if skipped := total.by_reference.get("skipped", 0):
+            recomputed += f" ({skipped} chosen samples found no room to wait)"
         return [
             ("numerics", self.numerics),
             ("reward by step", rewards or "–"),

@@ -116,6 +116,20 @@ def test_a_run_whose_auditor_goes_on_says_where_to_look(tmp_path):
     assert "look again" not in said
 
 
+def test_a_run_whose_records_wait_on_disk_says_how_they_get_to_an_auditor_that_goes_on(tmp_path):
+    folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
+    (folder.path / "spool" / "rollout-0").mkdir(parents=True)
+    waiting = replace(_summary(), records=Counts(accepted=3, spooled=5))
+    said = _said(lambda report: conclude(waiting, folder, report, None, AuditorAccess("host:1", "https://host:2/")))
+    assert f"-m auditor.submit {folder.path / 'spool' / 'rollout-0'} --address host:1" in said
+
+
+def test_chosen_samples_that_the_reference_had_no_room_for_are_shown():
+    values = {name: getattr(CLEAN, name) for name in CLEAN.__slots__}
+    total = Verdicts(**{**values, "by_reference": {"done": 1, "skipped": 3}})
+    assert "(3 chosen samples found no room to wait)" in dict(_summary(total).rows())["tokens recomputed"]
+
+
 def test_a_run_that_ends_by_an_error_leaves_what_was_done_and_says_what_the_auditor_lacks(tmp_path):
     folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
     broken = replace(_summary(samples=8), error="disk full", records=Counts(accepted=3, dropped=2, spooled=1))
