@@ -189,6 +189,7 @@ class AuditClient:
 
     def _work(self) -> None:
         while True:
+            self._gather()
             batch = self._take()
             if batch:
                 self._deliver(batch)
@@ -196,6 +197,13 @@ class AuditClient:
                 return
             if not self._replay_some():
                 self._rest()
+
+    def _gather(self) -> None:
+        """While the auditor is away, what comes in half a second becomes one batch: small files are slow to send."""
+        deadline = min(self._away_until, time.monotonic() + _RETRY_S)
+        with self._changed:
+            while not self._closing and not self._queue.half_full and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
 
     def _replay_some(self) -> bool:
         """Whether something of the spool went through; no trouble of a disk or a file ends the thread."""
