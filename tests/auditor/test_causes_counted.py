@@ -15,9 +15,9 @@ from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
 from auditor.storage.rows import Totals
 from tests.auditor.samples import one_ulp_off, pair
-from tests.auditor.test_ledger import Open, connect, pipeline, postgres
+from tests.auditor.test_ledger import Open, connect, pipeline
 
-__all__ = ["connect", "postgres"]
+__all__ = ["connect"]
 
 
 def receive(ledger: Ledger) -> None:

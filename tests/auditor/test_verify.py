@@ -18,9 +18,7 @@ from auditor.storage.database import Database, open_database
 from auditor.storage.ledger import Ledger
 from tests.auditor.postgres_server import PostgresServer
 from tests.auditor.samples import one_ulp_off, pair
-from tests.auditor.test_ledger import postgres
 
-__all__ = ["postgres"]  # the fixture
 
 ONE = "run_id = 'run' AND step = 0 AND sample_id = '3'"
 
