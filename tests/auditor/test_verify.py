@@ -19,7 +19,6 @@ from auditor.storage.ledger import Ledger
 from tests.auditor.postgres_server import PostgresServer
 from tests.auditor.samples import one_ulp_off, pair
 
-
 ONE = "run_id = 'run' AND step = 0 AND sample_id = '3'"
 
 
