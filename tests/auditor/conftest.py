@@ -1,11 +1,13 @@
 """Hypothesis without a clock: what else the machine does is no failure of a test. One PostgreSQL for all tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.auditor.postgres_server import PostgresServer
+from auditor.storage.database import open_database
+from tests.auditor.postgres_server import Open, PostgresServer
 
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
@@ -17,3 +19,13 @@ def postgres() -> Iterator[PostgresServer]:
     server = PostgresServer()
     yield server
     server.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens the same fresh database again and again."""
+    if request.param == "sqlite":
+        return lambda writer: open_database(str(tmp_path / "ledger.db"), writer)
+    server: PostgresServer = request.getfixturevalue("postgres")
+    server.fresh_database()
+    return lambda writer: open_database(server.url, writer)

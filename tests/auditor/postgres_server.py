@@ -7,11 +7,16 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psycopg
 import pytest
+
+from auditor.storage.database import Database
+
+Open = Callable[[bool], Database]  # by whether it may write
 
 
 def find_programs() -> Path | None:

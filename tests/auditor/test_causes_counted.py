@@ -14,10 +14,9 @@ from auditor.storage.chain import verify
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
 from auditor.storage.rows import Totals
+from tests.auditor.postgres_server import Open
 from tests.auditor.samples import one_ulp_off, pair
-from tests.auditor.test_ledger import Open, connect, pipeline
-
-__all__ = ["connect"]
+from tests.auditor.test_ledger import pipeline
 
 
 def receive(ledger: Ledger) -> None:

@@ -19,24 +19,12 @@ from auditor.records import SampleKey, Side
 from auditor.retention import Evidence, ParquetArchive, Retirement, drop, evidence_before
 from auditor.sampling import Rate
 from auditor.storage.chain import digest, verify
-from auditor.storage.database import Database, open_database
+from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger, Stored, Unit
 from auditor.storage.reader import Reader
 from auditor.writer import Writer
-from tests.auditor.postgres_server import PostgresServer
+from tests.auditor.postgres_server import Open, PostgresServer
 from tests.auditor.samples import RESPONSE, one_ulp_off, pair
-
-Open = Callable[[bool], Database]
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Opens the same fresh database again and again."""
-    if request.param == "sqlite":
-        return lambda writer: open_database(str(tmp_path / "ledger.db"), writer)
-    server: PostgresServer = request.getfixturevalue("postgres")
-    server.fresh_database()
-    return lambda writer: open_database(server.url, writer)
 
 
 def pipeline(board: Board | None = None, queue: list[SampleKey] | None = None) -> Pipeline:

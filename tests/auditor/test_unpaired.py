@@ -1,6 +1,6 @@
 """A sample of which one side never comes is given up once; where the side comes after all, the pair is judged once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,16 @@ from auditor.records import Record, SampleKey
 from auditor.retention import drop, evidence_before
 from auditor.sampling import Rate
 from auditor.storage.chain import verify
-from auditor.storage.database import Database, open_database
+from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import PENDING_SINCE, Reader
 from auditor.unpaired import Unpaired
 from auditor.writer import Writer
-from tests.auditor.postgres_server import PostgresServer
+from tests.auditor.postgres_server import Open
 from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import RESPONSE, one_ulp_off, pair
 
-Open = Callable[[bool], Database]
 WAIT_S = 100.0
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    if request.param == "sqlite":
-        return lambda writer: open_database(str(tmp_path / "ledger.db"), writer)
-    server: PostgresServer = request.getfixturevalue("postgres")
-    server.fresh_database()
-    return lambda writer: open_database(server.url, writer)
 
 
 class World:
