@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from auditor.causes.evidence import CERTAIN, Evidence, Suggestion, bits_hit, explained, worth_saying
+from auditor.causes.evidence import CERTAIN, Candidate, Evidence, Suggestion, bits_hit, explained, nearest, worth_saying
 from auditor.causes.oracle import Oracle
 from auditor.compare import Logprobs
 from rl_kernel.reference.ops import F32, I32, Bits, Reference
@@ -44,29 +44,24 @@ class Unseen(Reference):
 
 def cut_in_front(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """How many tokens were missing at the beginning."""
-    window = oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    best: tuple[float, str] | None = None
+    if best := nearest(evidence, oracle.window, _without_the_first(oracle)):
+        yield best
+
+
+def _without_the_first(oracle: Oracle) -> Iterator[Candidate]:
     cuts = [cut for cut in _CUTS if cut < oracle.prompt_len - 1] + [oracle.prompt_len - 1]
     for cut in dict.fromkeys(cuts):
-        if cut <= 0:
-            continue
-        predicted = _without(oracle, 0, cut)
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best[0]):
-            hit = bits_hit(found, predicted, active)
-            best = (score, f"the values are those of a sequence without its first {cut} tokens; {hit}")
-            if score >= CERTAIN:
-                break
-    if best is not None:
-        yield Suggestion("truncation", *best)
+        if cut > 0:
+            yield "truncation", f"a sequence without its first {cut} tokens", _without(oracle, 0, cut)
 
 
 def more_in_front(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """The first token twice, or padding that was seen."""
-    window = oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    best: Suggestion | None = None
+    if best := nearest(evidence, oracle.window, _with_more(oracle)):
+        yield best
+
+
+def _with_more(oracle: Oracle) -> Iterator[Candidate]:
     first, last = int(oracle.tokens[0]), oracle.decoder.config.vocab - 1
     tried = [(first, 1, "other_context", "its first token twice")]
     tried += [
@@ -80,14 +75,7 @@ def more_in_front(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
             continue
         hidden = oracle.hidden(oracle.decoder, longer)
         predicted = oracle.from_logits(oracle.head(oracle.decoder, hidden[oracle.rows + count]))
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best.score):
-            hit = bits_hit(found, predicted, active)
-            best = Suggestion(cause, score, f"the values are those of the sequence with {name}; {hit}")
-            if score >= CERTAIN:
-                break
-    if best is not None:
-        yield best
+        yield cause, f"the sequence with {name}", predicted
 
 
 def part_of_the_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:

@@ -1,11 +1,11 @@
 """Which of several other models' values a side has."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import CERTAIN, Evidence, Suggestion, bits_hit, explained, worth_saying
+from auditor.causes.evidence import Candidate, Evidence, Suggestion, explained, nearest
 from auditor.causes.oracle import Oracle
 from rl_kernel.reference.model import Decoder
 
@@ -19,20 +19,18 @@ def nearest_model(evidence: Evidence, oracle: Oracle, models: Iterable[tuple[str
     models: cause, name and decoder; the cheap and the common first, since each costs a forward, or the beginning of one
     where that already shows that it is another model.
     """
+    return nearest(evidence, oracle.window, _worth_a_forward(evidence, oracle, models))
+
+
+def _worth_a_forward(
+    evidence: Evidence, oracle: Oracle, models: Iterable[tuple[str, str, Decoder]]
+) -> Iterator[Candidate]:
     window = oracle.window
     found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
     few = np.flatnonzero(evidence.differs[window] & np.isfinite(found))[:_FEW]
-    best: Suggestion | None = None
     for cause, name, decoder in models:
         if few.size == _FEW:
             trial = oracle.logprobs_of_rows(decoder, few)
             if explained(found[few], truth[few], trial, active[few]) < _HOPELESS:
                 continue
-        predicted = oracle.logprobs(decoder)
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best.score):
-            hits = bits_hit(found, predicted, active)
-            best = Suggestion(cause, score, f"the values are those of {name}; {hits}")
-            if score >= CERTAIN:
-                break
-    return best
+        yield cause, name, oracle.logprobs(decoder)
