@@ -19,10 +19,6 @@ class StrictGPUWorker(StrictCalls, Worker):
 
     _tally: GraphTally
 
-    def get_model(self) -> Any:
-        """The model."""
-        return Worker.get_model(self)
-
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """As vLLM's, inside the hooks; then look at everything that was built."""
         check_engine(self.vllm_config)
@@ -59,11 +55,3 @@ class StrictGPUWorker(StrictCalls, Worker):
 
 class NativeGPUWorker(NativeCalls, Worker):
     """vLLM's own worker and arithmetic; only the engine's calls are added."""
-
-    def get_model(self) -> Any:
-        """The model."""
-        return Worker.get_model(self)
-
-    def reload_weights(self, **arguments: Any) -> None:
-        """The reload of vLLM itself."""
-        Worker.reload_weights(self, **arguments)

@@ -36,10 +36,6 @@ class SeededCPUWorker(CPUWorker):
 class StrictCPUWorker(StrictCalls, SeededCPUWorker):
     """Builds its model out of strict layers and counts what serves every op."""
 
-    def get_model(self) -> Any:
-        """The model."""
-        return SeededCPUWorker.get_model(self)
-
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """As vLLM's, inside the hooks; then look at everything that was built."""
         check_engine(self.vllm_config)
@@ -54,11 +50,3 @@ class StrictCPUWorker(StrictCalls, SeededCPUWorker):
 
 class NativeCPUWorker(NativeCalls, SeededCPUWorker):
     """vLLM's own worker and arithmetic; only the engine's calls are added."""
-
-    def get_model(self) -> Any:
-        """The model."""
-        return SeededCPUWorker.get_model(self)
-
-    def reload_weights(self, **arguments: Any) -> None:
-        """The reload of vLLM itself."""
-        SeededCPUWorker.reload_weights(self, **arguments)

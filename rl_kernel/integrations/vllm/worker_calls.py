@@ -4,6 +4,7 @@ The methods without a leading underscore are called by name through vLLM's `coll
 are plain values, since they may cross processes.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,7 @@ class StrictCalls:
     _runtime: StrictRuntime
     _wanted: type
     _reported: set[tuple[str, str]]
-
-    def get_model(self) -> Any:
-        """The model; vLLM's worker has it."""
-        raise NotImplementedError
+    get_model: Callable[[], Any]  # vLLM's worker has it
 
     def _look(self, wanted: type) -> None:
         """Look at the built model. wanted: the sampler's class. EvidenceError if `enforce` was asked for."""
@@ -86,14 +84,8 @@ class NativeCalls:
 
     model_config: Any
     _loaded: str | None = None
-
-    def reload_weights(self, **arguments: Any) -> None:
-        """The reload of vLLM itself; its worker has it."""
-        raise NotImplementedError
-
-    def get_model(self) -> Any:
-        """The model; vLLM's worker has it."""
-        raise NotImplementedError
+    get_model: Callable[[], Any]  # vLLM's worker has it, and its own reload
+    reload_weights: Callable[..., None]
 
     def replace_weights(self, folder: str) -> None:
         """Load the weights of `folder` by vLLM's own reload.
