@@ -8,13 +8,14 @@ from auditor.causes.inputs import cause_of_failure
 from auditor.causes.sample import Weights, diagnose_sample
 from auditor.compare import Logprobs
 from auditor.contracts import known_contracts
-from auditor.faults.declared import DECLARED
-from auditor.faults.suite import FAULTS, Fault, Pair, routed
+from auditor.faults.declared import DECLARED, DeclaredFault
+from auditor.faults.suite import FAULTS, Fault, Pair, PairFault, routed
 from auditor.faults.world import VERSIONS, Drawn, World
 from auditor.judge import Faulty, ReferenceLogprobs, Verdict, judge_pair, judge_with_reference
 from auditor.preconditions import first_failure
 
 PROMPT, RESPONSE = 24, 72
+AnyFault = Fault | PairFault | DeclaredFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +46,24 @@ class Outcome:
 
 def outcomes(world: World, each: int) -> Iterator[Outcome]:
     """Every fault of the suite `each` times, on a side drawn at random."""
-    yield from outcomes_of(FAULTS, world, each)
-    for sample in world.draw(each, PROMPT, RESPONSE):
-        side = world.random.choice(["rollout", "trainer"])
-        pair = routed(world, sample, world.records(sample), side)
-        yield _judged(world, sample, "other experts", frozenset({"routing"}), side, pair)
-    for declared in DECLARED:
-        for sample in world.draw(each, PROMPT, RESPONSE):
-            pair = declared.bend(world, world.records(sample))
-            yield _declared(declared.name, declared.causes, pair)
+    yield from outcomes_of(
+        (*FAULTS, PairFault("other experts", frozenset({"routing"}), routed), *DECLARED), world, each
+    )
 
 
-def outcomes_of(faults: Sequence[Fault], world: World, each: int) -> Iterator[Outcome]:
+def outcomes_of(faults: Sequence[AnyFault], world: World, each: int) -> Iterator[Outcome]:
     """Each of these faults `each` times, on a side drawn at random."""
     for fault in faults:
+        if isinstance(fault, DeclaredFault):
+            for sample in world.draw(each, PROMPT, RESPONSE):
+                yield _declared(fault.name, fault.causes, fault.bend(world, world.records(sample)))
+            continue
+        if isinstance(fault, PairFault):
+            for sample in world.draw(each, PROMPT, RESPONSE):
+                side = world.random.choice(["rollout", "trainer"])
+                pair = fault.bend(world, sample, world.records(sample), side)
+                yield _judged(world, sample, fault.name, fault.causes, side, pair)
+            continue
         for sample, wrong in _broken(world, fault, each):
             side = world.random.choice(["rollout", "trainer"])
             rollout, trainer = world.records(sample)

@@ -26,6 +26,15 @@ class Fault:
     wrong: Break
 
 
+@dataclass(frozen=True, slots=True)
+class PairFault:
+    """A fault of one side of which the reports say more than values. bend: the pair with it on the given side."""
+
+    name: str
+    causes: frozenset[str]
+    bend: Callable[[World, Drawn, Pair, str], Pair]
+
+
 def _stale(behind: int) -> Break:
     return lambda world, s: world.logprobs(world.decoder(s.version - behind), s)
 
