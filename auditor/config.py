@@ -5,7 +5,6 @@ import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from auditor.errors import ConfigError
@@ -13,6 +12,7 @@ from auditor.grants import Grants
 from auditor.object_store import StoreAccess, is_url
 from auditor.tls import TlsFiles
 from auditor.weights_place import WeightsPlace
+from auditor.yaml_tree import read_yaml
 
 
 class Config(BaseModel):
@@ -183,13 +183,12 @@ def split_address(name: str, address: str) -> tuple[str, int]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        # The error itself would quote the line, and with it a password of the ledger's URL.
-        mark = getattr(error, "problem_mark", None)
-        raise ConfigError(f"config {path}{f', line {mark.line + 1}' if mark else ''}: not YAML") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config {path}: not UTF-8 text") from None
+    settings = read_yaml(text, f"config {path}")
     if settings is None:
         return {}
     if not isinstance(settings, dict):

@@ -16,9 +16,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from auditor.errors import ConfigError
+from auditor.yaml_tree import read_yaml
 
 log = logging.getLogger(__name__)
 _EVERY_RUN: Final = "*"
@@ -102,12 +101,7 @@ def _read_one(path: Path) -> dict[bytes, Grant]:
 
 
 def _read_many(path: Path) -> dict[bytes, Grant]:
-    try:
-        entries = yaml.safe_load(_text("tokens_file", path))
-    except yaml.YAMLError as error:
-        # The error itself would quote the line, and with it a token.
-        mark = getattr(error, "problem_mark", None)
-        raise ConfigError(f"tokens_file {path}{f', line {mark.line + 1}' if mark else ''}: not YAML") from None
+    entries = read_yaml(_text("tokens_file", path), f"tokens_file {path}")
     if not isinstance(entries, list) or not entries:
         raise ConfigError(
             f"tokens_file {path}: a list of tokens is expected, each with name, sha256 or token, and runs"

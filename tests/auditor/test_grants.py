@@ -59,8 +59,9 @@ def test_tokens_are_read_again_and_a_broken_file_leaves_the_last_good_ones(tmp_p
     write(path, entry("a", "another", "a"))
     assert grants("Bearer one") is None
     assert grants("Bearer another") is not None
-    path.write_text("- {name: a, token")
-    assert grants("Bearer another") is not None
+    for broken in ("- {name: a, token", "- {name: 2026-99-99, token: one, runs: [a]}"):
+        path.write_text(broken)
+        assert grants("Bearer another") is not None
     path.unlink()
     assert grants("Bearer another") is not None
 
@@ -71,6 +72,8 @@ def test_tokens_are_read_again_and_a_broken_file_leaves_the_last_good_ones(tmp_p
         ("[]", "a list of tokens is expected"),
         ("a: b", "a list of tokens is expected"),
         ("- {name: a, token: s3cret", "line 1: not YAML"),
+        ("- name: a\n  token: s3cret\n  runs: [a]\n  runs: ['*']", "line 4: the key of line 3 is there again"),
+        ("- {name: 2026-99-99, token: s3cret, runs: [a]}", "cannot be read; put it in quotes"),
         ("- {token: s3cret, runs: [a]}", "entry 1: name is missing"),
         ("- {name: a, token: s3cret}", "entry 1: runs must be a list"),
         ("- {name: a, token: s3cret, runs: []}", "entry 1: runs must be a list"),

@@ -50,6 +50,9 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
     [
         ("- a list", "a mapping of settings"),
         ("{", "not YAML"),
+        ("recompute_rate: 1\nledger: l\nrecompute_rate: 0\n", "line 3: the key of line 1 is there again; keep one"),
+        ("ledger: 2026-99-99", "cannot be read; put it in quotes"),
+        ("ledger: " + "[" * 2000, "nested too deeply"),
         ("recompute_rate: 2", "recompute_rate: Input should be less than or equal to 1"),
         ("grpc: nowhere", "no host:port"),
         ("grpc: 127.0.0.1:99999", "no host:port"),
