@@ -3,7 +3,7 @@
 import difflib
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -14,11 +14,13 @@ from auditor.tls import TlsFiles
 from auditor.weights_place import WeightsPlace
 from auditor.yaml_tree import read_yaml
 
+_LONGEST_S: Final = 1e9  # more is beyond what a thread can wait
+
 
 class Config(BaseModel):
     """Every setting; each is a flag too (`--grpc`, `--recompute-rate`, …)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     grpc: Annotated[str, Field(description="host:port for records; port 0 takes a free one")] = "127.0.0.1:50051"
     http: Annotated[str, Field(description="host:port for API, page and metrics")] = "127.0.0.1:9464"
@@ -116,8 +118,20 @@ class Config(BaseModel):
         float, Field(ge=0, description="seconds without a record after which a run leaves /metrics; 0: never")
     ] = 86_400.0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_written_as_meant(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """`recompute_workers: yes` is no number, though Python takes it for 1."""
+        for name, value in settings.items():
+            if isinstance(value, bool) and cls.model_fields[name].annotation is not bool:
+                raise ValueError(f"{name}: a value is expected, not {str(value).lower()}")
+        return settings
+
     @model_validator(mode="after")
     def _is_safe(self) -> Self:
+        for name in type(self).model_fields:
+            if name.endswith(("_s", "_seconds")) and getattr(self, name) > _LONGEST_S:
+                raise ValueError(f"{name}: {getattr(self, name):g} s is longer than {_LONGEST_S:g}, 30 years")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key are given together or not at all")
         if self.tls_client_ca is not None and self.tls_key is None:
