@@ -37,3 +37,18 @@ def test_an_auditor_that_died_has_paged(watched: Watched) -> None:
         watched.mortal.kill()
     wait_for(lambda: "AuditorDown" in watched.paged(job="mortal-auditor"), 60)
     assert "AuditorDown" not in watched.paged(job="auditor")
+
+
+def test_how_far_a_native_run_is_off_reaches_somebody_although_that_it_differs_has_paged(watched: Watched) -> None:
+    watched.reporting.result(60)
+    wait_for(lambda: "MismatchedTokens" in watched.paged(run_id="native"), 60)
+    levels = {"DriftKL", "DriftK3", "DriftMeanAbsDiff", "DriftTokenMultProbError"}
+
+    def told() -> list[set[str]]:
+        pages = [page["alerts"] for page in watched.stack.pages() if page["receiver"] == "notify"]
+        names = [{a["labels"]["alertname"] for a in page if a["labels"].get("run_id") == "native"} for page in pages]
+        return [found for found in names if found & levels]
+
+    # One message for all of them, half a minute after the first.
+    wait_for(told, 60)
+    assert told() == [levels]

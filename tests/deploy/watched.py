@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from auditor.client import AuditClient
 from auditor.records import TrainerRecord
 from deploy.tour.stack import Stack, running_stack
@@ -29,7 +31,7 @@ class Watched:
     """auditor: asks its reference about mismatches only, retires what is settled. mortal: one that nobody needs.
     hasty: one that waits for nobody: shows one run, gives a side a second and its reference a moment.
 
-    weights: its `weights_root`. reporting: of the runs `clean` and `deaf`, done when both have reported all steps.
+    weights: its `weights_root`. reporting: of the runs `clean`, `deaf` and `native`, done when all is reported.
     """
 
     auditor: AuditorProcess
@@ -90,6 +92,11 @@ def other_rope(record: TrainerRecord) -> TrainerRecord:
     return replace(record, positions=replace(record.positions, rope_digest="03" * 32))
 
 
+def far_off(record: TrainerRecord) -> TrainerRecord:
+    """A trainer further off than any framework's documentation allows."""
+    return replace(record, logprobs=record.logprobs - np.float32(1.5))
+
+
 @contextmanager
 def watched_auditor(folder: Path) -> Iterator[tuple[AuditorProcess, Stack]]:
     """One auditor and all that watches it, for a test that wants it for itself."""
@@ -122,6 +129,7 @@ def watched(folder: Path) -> Iterator[Watched]:
         wait_for(lambda: len(stack.query('up{job=~".*auditor"} == 1')) == len(jobs), 60)
 
         def watched_only() -> None:
+            report(auditor, folder, range(1), far_off, run_id="native")
             for step in range(STEPS):
                 report(auditor, folder, range(step, step + 1), run_id="clean")
                 report(auditor, folder, range(step, step + 1), other_rope, run_id="deaf")
