@@ -21,6 +21,7 @@ from auditor.storage.sqlite import SqliteDatabase
 from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import one_ulp_off, pair
 from tests.deploy.browser import browser, needs_chromium
+from tests.deploy.watched import other_rope
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 STEPS = 6
@@ -76,7 +77,11 @@ def test_from_the_list_of_runs_to_the_tokens_that_differ(auditor: AuditorProcess
         page.get_by_role("link", name=str(WRONG_STEP), exact=True).click()
         page.get_by_role("heading", name=f"Step {WRONG_STEP} of run").wait_for()
         shoot(page, "step")
-        assert "weights" in page.locator("main").inner_text()
+        rows = {
+            row.split("\t")[0]: row
+            for row in page.get_by_role("table", name="Samples").locator("tbody tr").all_inner_texts()
+        }
+        assert "weights; suspected: stale_weights" in rows["2"]
         page.get_by_role("link", name="1", exact=True).click()
         page.get_by_role("heading", name=f"Sample 1, step {WRONG_STEP}").wait_for()
         shoot(page, "sample")
@@ -248,6 +253,69 @@ def test_an_empty_ledger_says_so(tmp_path: Path) -> None:
         page.goto(f"http://{process.http}/")
         page.get_by_text("The ledger is empty").wait_for()
         shoot(page, "empty")
+
+
+def test_what_was_never_compared_is_said_in_the_curves_and_is_no_zero(tmp_path: Path) -> None:
+    with running_auditor(tmp_path) as process, browser() as page:
+        for run_id, steps in (("deaf", [7]), ("half-deaf", [0, 1, 2, 3])):
+            with AuditClient(process.grpc, run_id, spool_dir=tmp_path / run_id, queue_size=32) as client:
+                for step in steps:
+                    rollout, trainer = pair("0", step=step, run_id=run_id)
+                    client.submit_rollout(rollout)
+                    client.submit_trainer(trainer if step in (0, 3) else other_rope(trainer))
+        page.goto(f"http://{process.http}/#/run/deaf")
+        chart = page.locator("svg.chart").first
+        chart.wait_for()
+        shoot(page, "deaf")
+        # One step is named once.
+        assert chart.locator("text").all_text_contents()[2:] == ["step 7", "Nothing was compared."]
+        page.goto(f"http://{process.http}/#/run/half-deaf")
+        page.get_by_role("heading", name="Run half-deaf").wait_for()
+        shoot(page, "half-deaf")
+        holes = page.locator("svg.chart").first.locator(".hole")
+        widths = holes.evaluate_all("all => all.map(one => one.getBoundingClientRect().width)")
+        assert len(widths) == 2
+        assert min(widths) > 200
+        assert page.locator("svg.chart").first.get_by_text("Nothing was compared").count() == 0
+        assert page.get_by_text("nothing was compared there").count() == 1
+
+
+def test_an_address_that_nobody_wrote_is_no_such_page(auditor: AuditorProcess) -> None:
+    with browser() as page:
+        for address in ("#/run/%E0%A4%A", "#/runs", "#/run/run%401/step/x"):
+            page.goto(f"http://{auditor.http}/{address}")
+            page.get_by_role("heading", name="No such page").wait_for()
+        page.get_by_role("link", name="All runs").click()
+        page.get_by_role("heading", name="Runs").wait_for()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_long_names_and_digests_leave_room_for_the_rest(width: int, tmp_path: Path) -> None:
+    run_id = "r" * 128
+    with running_auditor(tmp_path) as process, browser() as page:
+        page.set_viewport_size({"width": width, "height": 900})
+        with AuditClient(process.grpc, run_id, spool_dir=tmp_path / "spool", queue_size=8) as client:
+            rollout, trainer = pair("s" * 128, run_id=run_id)
+            client.submit_rollout(rollout)
+            client.submit_trainer(other_rope(trainer))
+        run, sample = f"#/run/{run_id}", "s" * 128
+        for address, heading in (
+            ("", "Runs"),
+            (run, "Run r"),
+            (f"{run}/step/0", "Step 0"),
+            (f"{run}/sample/0/{sample}", "Sample s"),
+        ):
+            page.goto(f"http://{process.http}/{address}")
+            page.get_by_role("heading", level=1, name=heading).wait_for()
+            page.wait_for_load_state("networkidle")
+            shoot(page, f"long-{width}-{address.count('/')}")
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+        page.goto(f"http://{process.http}/#/")
+        page.get_by_role("heading", name="Runs").wait_for()
+        # On a wide screen nothing has to be scrolled for.
+        assert width < 1280 or page.evaluate(
+            "[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)"
+        )
 
 
 def test_a_run_of_100000_steps_is_drawn_in_few_points_and_a_peak_is_not_averaged_away(tmp_path: Path) -> None:

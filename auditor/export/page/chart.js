@@ -8,6 +8,7 @@ const LEFT = 64;
 const RIGHT = 14;
 const TOP = 14;
 const BOTTOM = 26;
+const NOTHING = "Nothing was compared.";
 
 /**
  * points: [{x, y (null: nothing was compared there), text}]. One of `one`, `two` names the colour.
@@ -46,18 +47,20 @@ export function chart({ title, points, ends, colour, log, format, open }) {
     s("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: toY(tick), y2: toY(tick) }),
     s("text", { x: LEFT - 6, y: toY(tick) + 4, "text-anchor": "end" }, scale.label(tick)),
   ]),
-  [x0, x1].map((x, index) => s("text", { x: toX(x), y: HEIGHT - 8, "text-anchor": index ? "end" : "start" }, `step ${ends[index].toLocaleString("en")}`)),
+  (x0 === x1 ? [x0] : [x0, x1]).map((x, index) => s("text", { x: toX(x), y: HEIGHT - 8, "text-anchor": index ? "end" : "start" }, `step ${ends[index].toLocaleString("en")}`)),
   holes(points, toX),
+  points.some((point) => point.y !== null) ? null : s("text", { x: (LEFT + WIDTH - RIGHT) / 2, y: (TOP + HEIGHT - BOTTOM) / 2, "text-anchor": "middle" }, NOTHING),
   s("path", { class: `line ${colour}`, d: path(points, toX, toY) }),
   points.length <= 60 ? points.filter((p) => p.y !== null).map((p) => s("circle", { class: `dot ${colour}`, cx: toX(p.x), cy: toY(p.y), r: 2.5 })) : null,
   cursor);
   return h("figure", {}, h("figcaption", {}, title), svg, said);
 }
 
-/** Marks on the axis where nothing was compared: a gap must not look like a zero. */
+/** A bar on the axis where nothing was compared, up to the neighbouring points: a gap must not look like a zero. */
 function holes(points, toX) {
-  return points.filter((point) => point.y === null)
-    .map((point) => s("line", { class: "hole", x1: toX(point.x) - 1, x2: toX(point.x) + 1, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
+  const middle = (index, other) => (points[other] ? (toX(points[index].x) + toX(points[other].x)) / 2 : toX(points[index].x) + 3 * (other - index));
+  return points.map((point, index) => (point.y !== null ? null
+    : s("line", { class: "hole", x1: middle(index, index - 1), x2: middle(index, index + 1), y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM })));
 }
 
 function path(points, toX, toY) {
@@ -72,7 +75,7 @@ function path(points, toX, toY) {
 
 function summary(points, format) {
   const values = points.map((point) => point.y).filter((y) => y !== null);
-  if (values.length === 0) return "Nothing was compared.";
+  if (values.length === 0) return NOTHING;
   return `Steps ${points[0].x} to ${points.at(-1).x}; from ${format(Math.min(...values))} to ${format(Math.max(...values))}.`;
 }
 

@@ -25,11 +25,21 @@ function route() {
   for (const [pattern, make] of ROUTES) {
     const match = pattern.exec(path);
     if (match) {
-      const parts = match.slice(1).map(decodeURIComponent);
+      const parts = match.slice(1).map(decoded);
+      if (parts.includes(null)) break;
       return { ...make(...parts), parts, query: new URLSearchParams(query || "") };
     }
   }
-  return { view: () => Promise.resolve([h("h1", {}, "No such page")]), trail: [], parts: [], query: new URLSearchParams() };
+  return { view: () => Promise.resolve([h("h1", {}, "No such page"), h("p", {}, h("a", { href: "#/" }, "All runs"))]), trail: [], parts: [], query: new URLSearchParams() };
+}
+
+/** A part of the address; null where it is none that anybody encoded. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return null;
+  }
 }
 
 function crumbs(trail) {

@@ -57,6 +57,7 @@ function curves(id, points) {
       points: series((p) => p.most_mismatched, (p) => `${whole(p.mismatched_tokens)} of ${whole(p.compared_tokens)} tokens mismatched`) }),
     chart({ title: `Largest |Δ log-probability| a step${merged}`, colour: "two", log: true, format: difference, open, ends,
       points: series((p) => p.max_abs, (p) => `max |Δ| ${difference(p.max_abs)}`) }),
+    points.some((p) => !p.compared_tokens) ? h("p", { class: "quiet" }, h("span", { class: "gap" }), "on the axis: nothing was compared there") : null,
     h("details", {}, h("summary", {}, "The curves as a table"), table("Points of both curves", [
       ["steps", where], ["compared", (p) => whole(p.compared_tokens), true], ["mismatched", (p) => whole(p.mismatched_tokens), true],
       ["max |Δ|", (p) => difference(p.max_abs), true], ["recomputed", (p) => whole(p.recomputed_tokens), true],

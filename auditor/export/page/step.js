@@ -28,7 +28,7 @@ export async function stepView({ parts: [id, step], query }) {
       ["sample", (row) => h("a", { href: `${base}/sample/${step}/${encodeURIComponent(row.sample_id)}` }, row.sample_id)],
       ["verdict", (row) => verdictOf(row.judgement)],
       ["side", (row) => (row.judgement.verdict === "mismatch" ? row.judgement.side : "")],
-      ["cause or condition", (row) => row.judgement.cause || row.judgement.condition || row.judgement.missing],
+      ["why", (row) => why(row.judgement)],
       ["compared", (row) => whole(row.judgement.compared), true],
       ["mismatched", (row) => whole(row.judgement.differing), true],
       ["max |Δ|", (row) => (row.judgement.compared ? difference(row.judgement.max_abs) : "–"), true],
@@ -44,4 +44,9 @@ export function verdictOf(judgement) {
   const kind = judgement.explained_by_arithmetic ? "warn" : { match: "good", mismatch: "bad" }[judgement.verdict] || "warn";
   const text = judgement.explained_by_arithmetic ? "explained by arithmetic" : judgement.verdict.replace("_", " ");
   return h("span", { class: kind }, text);
+}
+
+/** The condition that failed, the side that is waited for, the suspected cause: what there is of them. */
+function why({ condition, missing, cause }) {
+  return [condition, missing && `waits for the ${missing}`, cause && condition ? `suspected: ${cause}` : cause].filter(Boolean).join("; ");
 }
