@@ -10,7 +10,8 @@ from auditor.pipeline import Incoming, Refused
 from auditor.proto import audit_pb2 as pb
 from auditor.records import Record, RolloutRecord, Side
 
-_NAME: Final = re.compile(r"[A-Za-z0-9._:@+=-]+")
+# A URL cannot carry `.` or `..`: nobody could read what has such a name.
+_NAME: Final = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:@+=-]+")
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
 _SIDES: Final[dict[str | None, Side]] = {"rollout": "rollout", "trainer": "trainer"}
 
@@ -78,7 +79,8 @@ def _check_names(record: Record, limits: Limits) -> None:
     for name, value in (("run_id", record.run_id), ("sample_id", record.sample_id), ("source_id", source)):
         if not value or len(value) > limits.name_chars or not _NAME.fullmatch(value):
             raise RecordError(
-                f"{name} is {value[:40]!r}; it needs 1 to {limits.name_chars} characters of A-Z a-z 0-9 . _ : @ + = -",
+                f"{name} is {value[:40]!r}; it needs 1 to {limits.name_chars} characters of A-Z a-z 0-9 . _ : @ + = -"
+                " and more than one or two dots",
                 "bad_name",
             )
     for name, value in (

@@ -103,6 +103,8 @@ def _admit_one(message: pb.Record, limits: Limits | None = None) -> Incoming | R
         (lambda m: m.rollout.common.ClearField("loss_mask"), "malformed"),
         (lambda m: setattr(m.rollout.common, "run_id", "a b"), "bad_name"),
         (lambda m: setattr(m.rollout.common, "run_id", ""), "bad_name"),
+        (lambda m: setattr(m.rollout.common, "run_id", ".."), "bad_name"),
+        (lambda m: setattr(m.rollout.common, "sample_id", "."), "bad_name"),
         (lambda m: setattr(m.rollout.common, "sample_id", "x" * 129), "bad_name"),
         (lambda m: setattr(m.rollout.common, "weight_digest", "zz"), "bad_digest"),
         (lambda m: setattr(m.rollout.common.sampling, "temperature", 0.0), "bad_sampling"),
