@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Literal, Protocol
 
+import numpy as np
+
 from auditor import codec
 from auditor.causes.sample import diagnose_pair
 from auditor.compare import ULP_EDGES, Comparison
@@ -270,7 +272,13 @@ def _with_causes(judgement: Judgement, rollout: RolloutRecord, trainer: TrainerR
     """Causes read off the two sides alone, for a mismatch on which the reference has no say."""
     if judgement.verdict is not Verdict.MISMATCH:
         return judgement
-    causes = diagnose_pair(rollout, trainer)
+    try:
+        with np.errstate(all="ignore"):  # what a broken side reports may overflow anything
+            causes = diagnose_pair(rollout, trainer)
+    except Exception:
+        # The records are sound: their batch must not fail for a guess, nor be sent again for ever.
+        log.exception("causes of %s were not found", rollout.key)
+        return replace(judgement, cause="undiagnosed")
     first = causes[0].cause if causes else "unknown"
     return replace(judgement, cause=first, causes=tuple(cause.to_json() for cause in causes))
 

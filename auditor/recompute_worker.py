@@ -4,6 +4,7 @@ Jobs come on stdin, answers go to stdout.
 A worker holds the newest few models it was asked for; weights are mapped, not read, so several workers share them.
 """
 
+import logging
 import os
 import sys
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from auditor.weights_place import WeightsPlace, WeightsStore
 from rl_kernel.errors import ModelError, RlKernelError
 from rl_kernel.reference.model import Decoder
 
+log = logging.getLogger(__name__)
 _MODELS = 4
 
 
@@ -94,12 +96,22 @@ def answer(models: Models, job: dict[str, Any], body: bytes) -> tuple[dict[str, 
         return {"code": error.code, "error": str(error)}, b""
     except RlKernelError as error:
         return {"code": "reference_refused", "error": str(error)}, b""
-    causes = None
-    if job["diagnose"]:
-        found = diagnose_sample(rollout, trainer, reference, models.around(rollout), seconds=job["diagnose"])
-        causes = [suggestion.to_json() for suggestion in found]
+    causes = _causes(models, rollout, trainer, reference, job["diagnose"]) if job["diagnose"] else None
     arrays = [reference.rollout] if reference.trainer is reference.rollout else [reference.rollout, reference.trainer]
     return {"mma": reference.mma, "causes": causes}, b"".join(a.astype("<f4").tobytes() for a in arrays)
+
+
+def _causes(
+    models: Models, rollout: RolloutRecord, trainer: TrainerRecord, reference: ReferenceLogprobs, seconds: float
+) -> list[dict[str, Any]] | None:
+    """The search for causes; None where it fails, which costs nobody the verdict."""
+    try:
+        with np.errstate(all="ignore"):  # what a broken side reports may overflow anything
+            found = diagnose_sample(rollout, trainer, reference, models.around(rollout), seconds=seconds)
+    except Exception:
+        log.exception("causes of %s were not found", rollout.key)
+        return None
+    return [suggestion.to_json() for suggestion in found]
 
 
 def recompute(models: Models, rollout: RolloutRecord, trainer: TrainerRecord) -> ReferenceLogprobs:
@@ -138,6 +150,10 @@ def _logprobs(models: Models, record: RolloutRecord, contract_digest: str) -> tu
             f" {decoder.config.rope_digest}",
             "rope_differs",
         )
+    highest = int(record.tokens.max())
+    if highest >= decoder.config.vocab:
+        said = f"token id {highest} is beyond the model's vocabulary of {decoder.config.vocab}"
+        raise RecomputeError(said, "reference_refused")
     (logprobs,) = decoder.logprobs([record.tokens.astype(np.int64)], [record.prompt_len], temperature)
     return logprobs, decoder.contract.profile.mma
 

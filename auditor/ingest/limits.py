@@ -62,6 +62,8 @@ def _check_values(record: Record, limits: Limits) -> None:
     _check_names(record, limits)
     if record.step > 2**53:
         raise RecordError(f"step is {record.step}; it lies in 0..2**53", "bad_step")
+    if record.weight_version > 2**53:
+        raise RecordError(f"weight_version is {record.weight_version}; it lies in 0..2**53", "bad_version")
     if record.response_len == 0:
         raise RecordError("the response is empty; a sample has at least one response token", "empty_response")
     _check_digests(record)

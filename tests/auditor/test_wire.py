@@ -111,6 +111,7 @@ def _admit_one(message: pb.Record, limits: Limits | None = None) -> Incoming | R
         (lambda m: setattr(m.rollout.common.sampling, "temperature", float("nan")), "bad_sampling"),
         (lambda m: setattr(m.rollout.common.sampling, "top_p", 0.0), "bad_sampling"),
         (lambda m: setattr(m.rollout.common, "step", 2**60), "bad_step"),
+        (lambda m: setattr(m.rollout.common, "weight_version", 2**63), "bad_version"),
         (lambda m: setattr(m.rollout.common, "prompt_len", 4_000_000_000), "malformed"),
         (lambda m: m.ClearField("rollout"), "malformed"),
         (lambda m: setattr(m.rollout.common.positions, "attention", "x" * 1000), "too_large"),
