@@ -1,6 +1,7 @@
 """What is installed works together: pods share what they must, are let in, and what could not work is refused."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from auditor.weights_place import LocalWeights
 from services.config import Weights, build_config
 from services.job import weights_root
 from services.run_folder import RunFolder
-from tests.deploy.test_helm import CHART, HELMS, SHAPES, helm, one, rendered, templated
+from tests.deploy.test_helm import CHART, HELMS, KUBERNETES, REPOSITORY, SHAPES, helm, one, rendered, templated
 
 pytestmark = pytest.mark.skipif(not HELMS, reason="helm is missing: make ops-tools")
 
@@ -212,3 +213,37 @@ def test_a_drain_may_move_the_one_pod_unless_somebody_says_that_it_may_not() -> 
     refused = templated("auditor", "auditor.podDisruptionBudget.maxUnavailable=2")
     assert refused.returncode != 0
     assert "maxUnavailable" in refused.stderr
+
+
+def test_the_pod_for_a_restore_holds_the_charts_claim_and_may_no_more_than_the_auditor() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is missing").validate
+    given = yaml.safe_load((REPOSITORY / "deploy/ledger-pod.yaml").read_text())
+    validate(given, KUBERNETES, strict=True)
+    documents = rendered(HELMS[-1], "auditor")
+    statefulset = one(documents, "StatefulSet")
+    pod, theirs = given["spec"], statefulset["spec"]["template"]["spec"]
+    (container,), (auditor,) = pod["containers"], theirs["containers"]
+    (template,) = statefulset["spec"]["volumeClaimTemplates"]
+    claim = f"{template['metadata']['name']}-{statefulset['metadata']['name']}-0"
+    assert claims(pod) == {"/var/lib/auditor": claim}
+    assert container["image"] == auditor["image"]
+    assert container["securityContext"] == auditor["securityContext"]
+    assert pod["securityContext"].items() <= theirs["securityContext"].items()
+    assert pod["automountServiceAccountToken"] is False
+    (text,) = [d["data"]["auditor.yaml"] for d in documents if "auditor.yaml" in d.get("data", {})]
+    config = yaml.safe_load(text)
+    folder, _, file = config["ledger"].rpartition("/")
+    assert folder == container["volumeMounts"][0]["mountPath"]
+    said = (REPOSITORY / "docs/operations/backup.md").read_text().partition("## Kubernetes")[2]
+    assert set(re.findall(r"[\w-]+\.db", said)) == {file, "backup.db"}
+
+
+def test_what_the_shape_of_the_page_takes_for_given_is_named_on_it() -> None:
+    page = (REPOSITORY / "docs/operations/install.md").read_text()
+    values = yaml.safe_load((CHART / "shapes/auditor.yaml").read_text())
+    auditor, monitoring = values["auditor"], values["monitoring"]
+    names = [values["weights"]["existingClaim"], auditor["persistence"]["storageClass"], *auditor["token"].values()]
+    labels = [auditor["networkPolicy"]["reporterNamespaces"]["matchLabels"], monitoring["serviceMonitor"]["labels"]]
+    names += [f"{name}: {value}" for label in labels for name, value in label.items()]
+    names += auditor["networkPolicy"]["readerNamespaces"]["matchLabels"].values()
+    assert [name for name in names if f"`{name}`" not in page and f" {name} " not in page] == []

@@ -1,6 +1,7 @@
 """Each command in docs/operations is run as it stands, on other ports, and the demo's job on a tiny model."""
 
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ from tests.auditor.processes import running_auditor
 from tests.auditor.samples import pair
 from tests.docs.commands import OPERATIONS, REPOSITORY, blocks, nobody_runs, run_script, workplace
 
-TOOLS = ("curl", "promtool", "amtool")
+TOOLS = ("curl", "promtool", "amtool", "prometheus", "prometheus-alertmanager")
+PORTS = (50051, 9464, 9090, 9093, 9099)
 
 
 def moved(code: str, ports: Mapping[int, int]) -> str:
@@ -33,14 +35,16 @@ def of_a_page(page: Path, folder: Path) -> None:
             pytest.skip(f"{tool} is missing: make ops-tools")
     if "build/tools" in code and not (REPOSITORY / "build/tools").exists():
         pytest.skip("helm is missing: make ops-tools")
-    run_script(moved(code, dict(zip((50051, 9464), free_ports(2), strict=True))), workplace(folder))
+    run_script(moved(code, dict(zip(PORTS, free_ports(len(PORTS)), strict=True))), workplace(folder))
 
 
 def with_prometheus(code: str, folder: Path) -> None:
     if not shutil.which("prometheus"):
         pytest.skip("prometheus is missing: make ops-tools")
     with running_stack(folder / "stack", {}) as stack:
-        run_script(moved(code, {9090: int(stack.prometheus.rpartition(":")[2])}), workplace(folder))
+        places = {9090: stack.prometheus, 9093: stack.alertmanager}
+        ports = {usual: int(url.rpartition(":")[2]) for usual, url in places.items()}
+        run_script(moved(code, ports), workplace(folder))
     assert len(list((folder / "pictures").glob("*.png"))) == 3
 
 
@@ -66,7 +70,9 @@ def with_a_client_only(code: str, folder: Path) -> None:
     kubectl, helm = (REPOSITORY / "build/tools/helm-3" / name for name in ("kubectl", "helm"))
     if not (kubectl.exists() and helm.exists()):
         pytest.skip("kubectl or helm is missing: make ops-tools")
-    (workplace(folder) / "tokens.yaml").write_text("[]\n")
+    workplace(folder)
+    for name in ("tokens.yaml", "backup.db"):
+        (folder / name).write_text("[]\n")
     for line in code.splitlines():
         arguments = line.partition(" ")[2]
         if line.startswith("helm "):
@@ -75,8 +81,8 @@ def with_a_client_only(code: str, folder: Path) -> None:
             assert "kind: " in run_script(f"{kubectl} {arguments} --dry-run=client -o yaml", folder)
         else:
             # An unknown flag or subcommand is refused before anything is asked of a server that is not there.
-            command = [kubectl, "--server=http://127.0.0.1:1", *arguments.split()]
-            refused = subprocess.run(command, capture_output=True, text=True, check=False)
+            command = [kubectl, "--server=http://127.0.0.1:1", *shlex.split(arguments)]
+            refused = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             assert "refused" in refused.stderr, refused.stderr
 
 
@@ -123,7 +129,7 @@ def test_a_command_that_nobody_runs_would_be_found(mutant: str) -> None:
 def test_a_command_that_is_added_is_run_and_fails_where_it_is_wrong(tmp_path: Path) -> None:
     (page,) = [page for page in OPERATIONS if page.stem == "operate"]
     added = page.read_text().replace("python -m auditor.capsule --help", "python -m auditor.capsule --halp")
-    code = blocks(page, added)[-1].code
+    code = [block for block in blocks(page, added) if not block.need][-1].code
     with pytest.raises(AssertionError, match=r"auditor\.capsule: error:"):
         run_script(code, workplace(tmp_path))
 
