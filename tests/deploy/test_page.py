@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from tests.deploy.watched import other_rope
 pytestmark = [pytest.mark.slow, needs_chromium]
 STEPS = 6
 WRONG_STEP = 4
+# Step and sample of which a token does not count.
+MASKED = (5, 3)
 HOSTILE = "<img src=x onerror=alert(1)>"
 # A folder to keep screenshots in, to be looked at.
 SHOTS = os.environ.get("PAGE_SHOTS")
@@ -55,6 +58,9 @@ def auditor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditorProcess
                     trainer = replace(trainer, weight_version=2)
                 if step == WRONG_STEP and index == 3:
                     trainer = replace(trainer, sampling=replace(trainer.sampling, logprobs_mode=HOSTILE))
+                if (step, index) == MASKED:
+                    mask = np.arange(rollout.response_len) != 3
+                    rollout, trainer = replace(rollout, mask=mask), replace(trainer, mask=mask)
                 client.submit_rollout(rollout)
                 client.submit_trainer(trainer)
         assert client.flush(20).accepted == STEPS * 8
@@ -196,27 +202,30 @@ def test_a_screen_reader_finds_landmarks_names_and_headings_in_order(auditor: Au
             assert page.evaluate("[...document.querySelectorAll('table')].every(t => t.caption && t.tHead)")
 
 
-# Text of less than 4.5:1 on what lies under it.
+# Text of less than 4.5:1 on what lies under it; what shines through is taken for as much less.
 CONTRAST = """() => {
   const luminance = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).slice(0, 3).map(v => { v /= 255;
     return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; }); return .2126 * r + .7152 * g + .0722 * b; };
   const ground = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
     if (!c.endsWith(', 0)')) return c; } return 'rgb(255,255,255)'; };
   return [...document.querySelectorAll('main *')].filter(e => e.childNodes.length && [...e.childNodes].some(n =>
-    n.nodeType === 3 && n.textContent.trim()) && !(e instanceof SVGElement) && !e.classList.contains('masked'))
+    n.nodeType === 3 && n.textContent.trim()) && !(e instanceof SVGElement))
   .map(e => { const [a, b] = [luminance(getComputedStyle(e).color), luminance(ground(e))].sort((x, y) => y - x);
-    return [(a + .05) / (b + .05), e.textContent.slice(0, 40)]; }).filter(([ratio]) => ratio < 4.5);
+    return [getComputedStyle(e).opacity * (a + .05) / (b + .05), e.textContent.slice(0, 40)]; }).filter(([ratio]) => ratio < 4.5);
 }"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_keeps_its_contrast_in_light_and_in_dark(auditor: AuditorProcess, scheme: str) -> None:
     with browser(color_scheme=scheme) as page:
-        for name, address in (("run", ""), ("sample", f"/sample/{WRONG_STEP}/1")):
+        addresses = {"run": "", f"sample-{WRONG_STEP}": f"/sample/{WRONG_STEP}/1", "sample-5": "/sample/5/3"}
+        for name, address in addresses.items():
             page.goto(f"http://{auditor.http}/#/run/run%401%3Aa%2Bb{address}")
-            page.get_by_role("heading", level=1, name=name.capitalize()).wait_for()
+            heading = name.capitalize().replace("-", ".*step ")
+            page.get_by_role("heading", level=1, name=re.compile(heading)).wait_for()
             shoot(page, f"{name}-{scheme}")
             assert page.evaluate(CONTRAST) == []
+        assert page.locator(".tokens .masked").count() == 1
 
 
 def test_a_run_that_goes_on_shows_its_new_steps_by_itself_and_not_under_a_hand(tmp_path: Path) -> None:

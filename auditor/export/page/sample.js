@@ -98,7 +98,7 @@ function tokenViews(tokens, from, link) {
   const said = h("p", { class: "mono", role: "status", "aria-live": "polite" }, "Choose a token: click, or arrow keys in the list.");
   return [
     h("h2", {}, "Tokens, coloured by the largest |Δ| between the sides"),
-    h("p", { class: "legend" }, CLASSES.map(([, text], index) => h("span", {}, h("span", { class: `swatch d${index}` }), text)), h("span", { class: "differs" }, "underlined: bits differ"), h("span", { class: "quiet" }, "dashed: prompt; pale: masked")),
+    h("p", { class: "legend" }, CLASSES.map(([, text], index) => h("span", {}, h("span", { class: `swatch d${index}` }), text)), h("span", { class: "differs" }, "underlined: bits differ"), h("span", { class: "quiet" }, "dashed: prompt; italic: masked")),
     h("p", { class: "row" },
       from > 0 ? h("a", { href: link(Math.max(0, from - SHOWN)) }, "Earlier tokens") : null,
       from + SHOWN < tokens.length ? h("a", { href: link(from + SHOWN) }, `Later tokens (of ${whole(tokens.length)})`) : null,
