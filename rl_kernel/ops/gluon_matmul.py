@@ -11,7 +11,6 @@ parked in the L2, which moves 6 TB/s for all multiprocessors together, each leve
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rl_kernel.errors import ShapeError
 from rl_kernel.ops import gluon_join
-from rl_kernel.ops.accelerator import multiprocessors
+from rl_kernel.ops.accelerator import cdiv, multiprocessors
 from rl_kernel.ops.gluon_join import join
 from rl_kernel.ops.gluon_scalar import stored
 
@@ -189,7 +188,7 @@ def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> 
 def shape_for(m: int, n: int, segments: int, processors: int) -> Shape:
     """The static table: a function of the shape and the device alone."""
     bm, bn = (64, 64) if m <= 64 else (128, 64) if m <= 128 else (128, 128)
-    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    tiles = cdiv(m, bm) * cdiv(n, bn)
     split = 1
     while 2 * split <= segments and 2 * split * tiles <= processors:
         split *= 2
@@ -211,7 +210,7 @@ def tree_product(
         )
         for x, block in ((a, [shape.bm, BK]), (right, b_block))
     ]
-    units = triton.cdiv(m, shape.bm) * triton.cdiv(n, shape.bn) * shape.split
+    units = cdiv(m, shape.bm) * cdiv(n, shape.bn) * shape.split
     programs = min(units, processors)
     if shape.split > 1 and programs < units:
         raise ShapeError(f"gemm: {units} programs that wait for each other; the device runs {processors} at a time")

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.errors import ShapeError
+from rl_kernel.ops.accelerator import cdiv
 from rl_kernel.ops.triton_scalar import stored
 
 MAX_SEGMENTS = 8
@@ -136,7 +137,7 @@ def product(
         return y
     length = total // segments
     shape = launch or launch_for(m, n, length, segments)
-    grid = (triton.cdiv(m, shape.bm) * triton.cdiv(n, shape.bn),)
+    grid = (cdiv(m, shape.bm) * cdiv(n, shape.bn),)
     gemm_kernel[grid](
         y, a, b, m, n, length, a.stride(0), a.stride(1), b.stride(0), b.stride(1), segments,
         LEVELS=segments.bit_length() - 1, BM=shape.bm, BN=shape.bn, BK=shape.bk, GROUP=8,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.errors import ShapeError
-from rl_kernel.ops.accelerator import require
+from rl_kernel.ops.accelerator import cdiv, require
 from rl_kernel.ops.triton_scalar import stored, tree_of
 
 MAX_RANKS = 64
@@ -34,7 +34,7 @@ def tree_sum(parts: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> to
     require("tree_sum", "parts", flat, torch.float32, None, None)
     y = torch.empty(parts.shape[1:], dtype=out_dtype, device=parts.device)
     if y.numel():
-        tree_sum_kernel[(triton.cdiv(y.numel(), 1024),)](
+        tree_sum_kernel[(cdiv(y.numel(), 1024),)](
             y, flat, y.numel(), RANKS=parts.shape[0], BLOCK=1024, FP32=out_dtype == torch.float32,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

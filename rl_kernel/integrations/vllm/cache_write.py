@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_kernel.ops.accelerator import power_of_two
+
 
 @triton.jit
 def cache_write_kernel(  # type: ignore[no-untyped-def]
@@ -34,5 +36,5 @@ def cache_write(
     if tokens:
         cache_write_kernel[(tokens,)](
             keys, values, key, value, slots, key.stride(0), value.stride(0), keys.stride(0), keys.shape[1],
-            heads * dim, BLOCK=triton.next_power_of_2(heads * dim), num_warps=4 if heads * dim >= 512 else 1,
+            heads * dim, BLOCK=power_of_two(heads * dim), num_warps=4 if heads * dim >= 512 else 1,
         )  # fmt: skip

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_kernel.ops.accelerator import require
+from rl_kernel.ops.accelerator import cdiv, require
 from rl_kernel.ops.triton_scalar import canonical, narrow
 
 
@@ -43,7 +43,7 @@ def embedding(ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     require("embedding", "ids", ids, torch.int64, None)
     y = torch.empty((ids.shape[0], w.shape[1]), dtype=w.dtype, device=w.device)
     if y.numel():
-        embedding_kernel[(ids.shape[0], triton.cdiv(w.shape[1], 1024))](
+        embedding_kernel[(ids.shape[0], cdiv(w.shape[1], 1024))](
             y, ids, w, w.shape[0], w.shape[1], BLOCK=1024, num_warps=4, enable_fp_fusion=False
         )
     return y
@@ -58,7 +58,7 @@ def embedding_dw_(main_grad: torch.Tensor, dy: torch.Tensor, ids: torch.Tensor) 
         return main_grad
     sorted_ids, order = torch.sort(ids, stable=True)
     vocab, k = main_grad.shape
-    embedding_dw_kernel[(ids.shape[0], triton.cdiv(k, 1024))](
+    embedding_dw_kernel[(ids.shape[0], cdiv(k, 1024))](
         main_grad, dy, sorted_ids, order, ids.shape[0], vocab, k, BLOCK=1024, num_warps=4, enable_fp_fusion=False
     )
     return main_grad

@@ -5,7 +5,6 @@ while the copies for the next tile are under way. T tokens, K features.
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rl_kernel.ops.accelerator import multiprocessors
+from rl_kernel.ops.accelerator import cdiv, multiprocessors
 from rl_kernel.ops.gluon_matmul import copy_tiles, origin
 from rl_kernel.ops.gluon_scalar import canonical
 
@@ -139,9 +138,9 @@ def linear_stats(
         )
         for x, stride, rows in ((h, h_stride, BM), (w, k, BN))
     ]
-    tiles = triton.cdiv(tokens, BM) * triton.cdiv(width, BN)
+    tiles = cdiv(tokens, BM) * cdiv(width, BN)
     linear_stats_kernel[(min(tiles, multiprocessors(h.get_device())),)](
         m, s, z, target, temperature, *descriptors, tokens, width, k // BK, vocab_start, vocab,
-        triton.cdiv(width, 64), *strides,
+        cdiv(width, 64), *strides,
         BM=BM, BN=BN, BK=BK, STAGES=STAGES, GROUP=GROUP, HEATED=temperature != 1.0, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

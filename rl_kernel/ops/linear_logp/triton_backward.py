@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.errors import ShapeError
-from rl_kernel.ops.accelerator import BF16, EX2, F32, I64, require, require_rows
+from rl_kernel.ops.accelerator import BF16, EX2, F32, I64, cdiv, require, require_rows
 from rl_kernel.ops.triton_matmul import product
 from rl_kernel.ops.triton_scalar import LOG2E, exp2, narrow
 from rl_kernel.ops.triton_tree import tree_sum
@@ -107,7 +107,7 @@ def _logit_gradient(
     (tokens, k), width = h.shape, last - first
     dlogits = torch.empty((tokens, width), dtype=BF16, device=h.device)
     bm, bn, bk, warps, stages = launch_for(tokens)
-    logit_gradient_kernel[(triton.cdiv(tokens, bm), triton.cdiv(width, bn))](
+    logit_gradient_kernel[(cdiv(tokens, bm), cdiv(width, bn))](
         dlogits, h, w, target, lse, dlogp, temperature, tokens, h.stride(0), vocab_start, vocab - vocab_start, k,
         first, width,
         BM=bm, BN=bn, BK=bk, EVEN=k % bk == 0, HEATED=temperature != 1.0, EX2=EX2,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from rl_kernel.contracts.v1 import VOCAB_TILE
 from rl_kernel.errors import ShapeError
-from rl_kernel.ops.accelerator import EX2, F32, I64, PackedWeight, held, require, require_rows
+from rl_kernel.ops.accelerator import EX2, F32, I64, PackedWeight, cdiv, held, power_of_two, require, require_rows
 from rl_kernel.ops.linear_logp import gluon_kernel
 from rl_kernel.ops.linear_logp.triton_backward import launch_for, linear_logp_backward
 from rl_kernel.ops.triton_scalar import LOG2E, NEG_INF, canonical, exp2, ln, tree
@@ -182,7 +182,7 @@ def _merge(m: torch.Tensor, s: torch.Tensor, lse: torch.Tensor, running: Running
            keep: bool, finish: bool) -> None:  # fmt: skip
     tokens, tiles = (m.shape[1], m.shape[0]) if tile_major else m.shape
     if tokens <= FEW and tiles <= 8192 and finish and not keep:
-        width = triton.next_power_of_2(tiles)
+        width = power_of_two(tiles)
         spare = torch.empty((tokens, 2, width), dtype=F32, device=m.device)
         merge_few_kernel[(tokens,)](
             lse, m, s, spare, tiles, tokens if tile_major else 1, 1 if tile_major else tiles,
@@ -190,7 +190,7 @@ def _merge(m: torch.Tensor, s: torch.Tensor, lse: torch.Tensor, running: Running
         )  # fmt: skip
         return
     block = 32 if tokens >= 32 else 1
-    merge_kernel[(triton.cdiv(tokens, block),)](
+    merge_kernel[(cdiv(tokens, block),)](
         running[0], running[1], lse, m, s, tokens, tiles, tokens if tile_major else 1, 1 if tile_major else tiles,
         BLOCK=block, CONTINUE=keep, FINISH=finish, UNROLL=16, EX2=EX2, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -214,7 +214,7 @@ def _stats(
     target: torch.Tensor, temperature: float, vocab_start: int, vocab: int, first: int, last: int, token_major: bool,
 ) -> None:  # fmt: skip
     """Statistics of the rows first .. last of w into m and s, [T,tiles] if token_major, [tiles,T] if not."""
-    (tokens, k), tiles = h.shape, triton.cdiv(last - first, VOCAB_TILE)
+    (tokens, k), tiles = h.shape, cdiv(last - first, VOCAB_TILE)
     strides = (tiles, 1) if token_major else (1, tokens)
     if EX2 and gluon_kernel.serves(h, h_stride, w):
         gluon_kernel.linear_stats(
@@ -232,7 +232,7 @@ def _stats(
         )
         return
     bm, bn, bk, warps, stages = launch_for(tokens)
-    linear_stats_kernel[(triton.cdiv(tokens, bm), triton.cdiv(last - first, bn))](
+    linear_stats_kernel[(cdiv(tokens, bm), cdiv(last - first, bn))](
         m, s, z, h, w, target, temperature, tokens, h_stride, vocab_start, vocab - vocab_start, k, first, last, tiles,
         *strides,
         BM=bm, BN=bn, BK=bk, EVEN=k % bk == 0, HEATED=temperature != 1.0, EX2=EX2,
@@ -258,7 +258,7 @@ def linear_logp(
     stretch = max(32, STATS // tokens // 32 * 32) * VOCAB_TILE
     for first in range(0, rows, stretch):
         last = min(rows, first + stretch)
-        m, s = torch.empty((2, triton.cdiv(last - first, VOCAB_TILE), tokens), dtype=F32, device=h.device)
+        m, s = torch.empty((2, cdiv(last - first, VOCAB_TILE), tokens), dtype=F32, device=h.device)
         _stats(m, s, z, h, h_stride, weight, target, temperature, 0, vocab, first, last, False)
         _merge(m, s, lse, running, tile_major=True, keep=first > 0, finish=last == rows)
     return _difference(z, lse), lse
@@ -275,7 +275,7 @@ def linear_vocab_stats(
     """
     weight, h_stride = _head("linear_logp", h, w, target, temperature, vocab_start)
     tokens, rows = h.shape[0], weight.shape[0]
-    m, s = torch.empty((2, tokens, triton.cdiv(rows, VOCAB_TILE)), dtype=F32, device=h.device)
+    m, s = torch.empty((2, tokens, cdiv(rows, VOCAB_TILE)), dtype=F32, device=h.device)
     z = torch.full((tokens,), float("-inf"), device=h.device)
     if m.numel():
         _stats(m, s, z, h, h_stride, weight, target, temperature, vocab_start, vocab, 0, rows, True)
@@ -295,10 +295,10 @@ def vocab_stats(
     tokens, width = logits.shape
     require("vocab_stats", "temperature", temperature, F32, tokens)
     _check_start("vocab_stats", vocab_start)
-    tiles = triton.cdiv(width, VOCAB_TILE)
+    tiles = cdiv(width, VOCAB_TILE)
     m, s = torch.empty((2, tokens, tiles), dtype=F32, device=logits.device)
     if m.numel():
-        vocab_stats_kernel[(tokens, triton.cdiv(tiles, 16))](
+        vocab_stats_kernel[(tokens, cdiv(tiles, 16))](
             m, s, logits, temperature, width, vocab_start, vocab, tiles,
             ROWS=16, EX2=EX2, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
@@ -332,7 +332,7 @@ def logp_from_logits(
     lse = merge_vocab_stats(m, s)
     logp = torch.empty(ids.shape, dtype=F32, device=logits.device)
     if logp.numel():
-        gather_logp_kernel[(ids.shape[0], triton.cdiv(ids.shape[1], 128))](
+        gather_logp_kernel[(ids.shape[0], cdiv(ids.shape[1], 128))](
             logp, logits, ids, temperature, lse, ids.shape[1], logits.shape[1],
             BLOCK=128, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip

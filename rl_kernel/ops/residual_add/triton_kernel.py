@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.errors import ShapeError
-from rl_kernel.ops.accelerator import require
+from rl_kernel.ops.accelerator import cdiv, require
 from rl_kernel.ops.triton_scalar import narrow
 
 
@@ -28,7 +28,7 @@ def residual_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     require("residual_add", "b", flat_b, torch.bfloat16, None)
     y = torch.empty_like(flat_a)
     if y.numel():
-        residual_add_kernel[(triton.cdiv(y.numel(), 2048),)](
+        residual_add_kernel[(cdiv(y.numel(), 2048),)](
             y, flat_a, flat_b, y.numel(), BLOCK=2048, num_warps=4, enable_fp_fusion=False
         )
     return y.view(a.shape)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.errors import ShapeError
-from rl_kernel.ops.accelerator import BF16, F32, require, require_rows
+from rl_kernel.ops.accelerator import BF16, F32, cdiv, require, require_rows
 from rl_kernel.ops.triton_scalar import canonical, narrow, round_bf16, tree
 
 LANES = tl.constexpr(128)
@@ -169,7 +169,7 @@ def rms_norm_dw_kernel(
 
 def _launch(rows: int, n: int) -> tuple[int, int, int, int]:
     """Chunks of 128 features, rows a program, warps, chunks whose gains are loaded at a time; by the shape alone."""
-    chunks = triton.cdiv(n, 128)
+    chunks = cdiv(n, 128)
     if rows <= FEW:
         return chunks, 1, 4 if chunks > 8 else 1, chunks
     if chunks <= 8:
@@ -187,9 +187,9 @@ def _normalise(
     common |= {"num_warps": warps, "enable_fp_fusion": False}
     arguments = (y, new_residual, x, residual, w, rows, inner, stride, n, eps)
     if chunks <= HELD:
-        rms_norm_held_kernel[(triton.cdiv(rows, per_program),)](*arguments, GAINS=gains, **common)
+        rms_norm_held_kernel[(cdiv(rows, per_program),)](*arguments, GAINS=gains, **common)
     else:
-        rms_norm_kernel[(triton.cdiv(rows, per_program),)](*arguments, UNROLL=UNROLL, **common)
+        rms_norm_kernel[(cdiv(rows, per_program),)](*arguments, UNROLL=UNROLL, **common)
 
 
 def _rows(op: str, name: str, x: torch.Tensor, w: torch.Tensor) -> tuple[int, int, int]:
@@ -245,12 +245,12 @@ def rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, eps: f
     rstd = torch.empty(rows, dtype=F32, device=x.device)
     chunks, per_program, _, _ = _launch(rows, n)
     warps = 4 if rows <= FEW and chunks > 8 else 1
-    rms_norm_dx_kernel[(triton.cdiv(rows, per_program),)](
+    rms_norm_dx_kernel[(cdiv(rows, per_program),)](
         dx, rstd, dy, x, w, rows, inner, dy_stride, x_stride, n, eps,
         CHUNKS=chunks, ROWS=per_program, UNROLL=UNROLL, EVEN=n % 128 == 0, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     runs = groups // inner
-    rms_norm_dw_kernel[(triton.cdiv(groups * n, 32),)](
+    rms_norm_dw_kernel[(cdiv(groups * n, 32),)](
         dw, rstd, dy, x, rows // groups, groups, dy_stride * runs, x_stride * runs, n,
         COLUMNS=32, UNROLL=32, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.errors import ShapeError
-from rl_kernel.ops.accelerator import BF16, F32, I64, require, require_rows
+from rl_kernel.ops.accelerator import BF16, F32, I64, cdiv, power_of_two, require, require_rows
 from rl_kernel.ops.triton_scalar import narrow
 
 MANY = 2048  # tokens from which a program takes more heads, and two tensors take a launch each
@@ -60,8 +60,8 @@ def _rotate(
     require(op, "positions", positions, I64, tokens)
     rotated = tuple(torch.empty(x.shape, dtype=BF16, device=x.device) for x in pair)
     heads = [x.shape[1] for x in pair]
-    width, rows = triton.next_power_of_2(dim // 2), 32 if tokens >= MANY else 8
-    grid = (tokens, sum(triton.cdiv(h, rows) for h in heads))
+    width, rows = power_of_two(dim // 2), 32 if tokens >= MANY else 8
+    grid = (tokens, sum(cdiv(h, rows) for h in heads))
     if all(grid):
         rope_kernel[grid](
             rotated[0], pair[0], rotated[-1], pair[-1], cos, sin, positions, heads[0], heads[-1], strides[0],

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.errors import ShapeError
-from rl_kernel.ops.accelerator import EX2, require
+from rl_kernel.ops.accelerator import EX2, cdiv, require
 from rl_kernel.ops.triton_scalar import narrow, sigmoid
 
 
@@ -47,7 +47,7 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     tokens, n = _features("swiglu", x)
     y = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     if y.numel():
-        swiglu_kernel[(tokens, triton.cdiv(n, 1024))](y, x, n, BLOCK=1024, EX2=EX2, num_warps=4, enable_fp_fusion=False)
+        swiglu_kernel[(tokens, cdiv(n, 1024))](y, x, n, BLOCK=1024, EX2=EX2, num_warps=4, enable_fp_fusion=False)
     return y
 
 
@@ -57,7 +57,7 @@ def swiglu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     require("swiglu_backward", "dy", dy, torch.bfloat16, tokens, n)
     dx = torch.empty_like(x)
     if dy.numel():
-        swiglu_backward_kernel[(tokens, triton.cdiv(n, 1024))](
+        swiglu_backward_kernel[(tokens, cdiv(n, 1024))](
             dx, dy, x, n, BLOCK=1024, EX2=EX2, num_warps=4, enable_fp_fusion=False
         )
     return dx

@@ -12,10 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-import triton
 
 from rl_kernel.errors import PlanError
-from rl_kernel.ops.accelerator import multiprocessors
+from rl_kernel.ops.accelerator import cdiv, multiprocessors
 from rl_kernel.ops.tree_all_reduce.triton_symmetric import SLOTS, one_shot_kernel, two_shot_kernel
 
 MAX_RANKS = 8
@@ -94,17 +93,17 @@ class Peers:
         y = torch.empty(partial.shape, dtype=out_dtype, device=partial.device)
         n, ranks, fp32 = partial.numel(), self.layout.ranks, out_dtype == torch.float32
         if 0 < n <= self.layout.capacity:
-            one_shot_kernel[(triton.cdiv(n, ONE_SHOT_BLOCK),)](
+            one_shot_kernel[(cdiv(n, ONE_SHOT_BLOCK),)](
                 y, partial, self.bases, self.shots, n, self.rank,
                 RANKS=ranks, CAPACITY=self.layout.capacity, BLOCK=ONE_SHOT_BLOCK, FP32=fp32,
                 num_warps=ONE_SHOT_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
         elif n:
-            part = triton.cdiv(n, 16 * ranks) * 16
+            part = cdiv(n, 16 * ranks) * 16
             block = self.layout.block
-            programs = min(triton.cdiv(part, block), self.layout.programs)
+            programs = min(cdiv(part, block), self.layout.programs)
             two_shot_kernel[(programs,)](
-                y, partial, self.bases, self.turns, n, part, triton.cdiv(part, programs * block), self.rank,
+                y, partial, self.bases, self.turns, n, part, cdiv(part, programs * block), self.rank,
                 RANKS=ranks, BLOCK=block, SUMS=self.layout.sums, RESULTS=self.layout.results, FLAGS=self.layout.flags,
                 FP32=fp32, num_warps=WARPS, num_stages=1, maxnreg=_registers(), enable_fp_fusion=False,
             )  # fmt: skip
