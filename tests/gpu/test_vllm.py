@@ -148,6 +148,18 @@ def test_an_op_that_something_else_serves_is_refused(tmp_path, mutant, message):
     assert message in found.get("error", "nothing was refused")
 
 
+def test_a_rows_temperature_is_that_of_its_request_and_one_where_it_is_greedy():
+    import torch
+
+    from rl_kernel.integrations.vllm.row_temperatures import row_temperatures
+
+    asked = torch.tensor([0.7, 0.0, 1.0, -0.0, 1e-3, 2.0], device="cuda")
+    for rows in (0, 1, 5, 128, 129, 1000):
+        request = torch.randint(0, len(asked), (rows,), dtype=torch.int32, device="cuda")
+        wanted = torch.where(asked[request.long()] == 0.0, 1.0, asked[request.long()])
+        assert torch.equal(row_temperatures(asked, request), wanted)
+
+
 def test_native_vllm_changes_bits_with_the_batch(tmp_path):
     """The control: the comparisons above can fail."""
     folder = write_tiny_model(tmp_path / "llama", TINY_MODELS["llama"])

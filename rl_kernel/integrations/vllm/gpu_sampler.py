@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from rl_kernel.errors import PlanError
+from rl_kernel.integrations.vllm.row_temperatures import row_temperatures
 from rl_kernel.integrations.vllm.runtime import StrictRuntime
 
 
@@ -21,6 +22,8 @@ class StrictGPUSampler(Sampler):
 
     A temperature of 0 is greedy, and its logprobs are those at temperature 1, as in vLLM.
     """
+
+    _now: torch.Tensor  # temperatures of the rows of the step that is being sampled
 
     def __init__(self, runtime: StrictRuntime, vocab: int, **like_vllm: Any) -> None:
         # "logits": vLLM then gathers the ids that are asked for, and leaves log-probabilities to us.
@@ -36,25 +39,20 @@ class StrictGPUSampler(Sampler):
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
         """logits[R,V] fp32 → sampled ids, and the logprobs of the sampled and the other ids."""
         logits = logits.contiguous()
+        asked_for = self.sampling_states.temperature.gpu
+        self._now = temperature = row_temperatures(asked_for, input_batch.expanded_idx_mapping)
         output: SamplerOutput = super().__call__(logits, input_batch)
         asked = output.logprobs_tensors
         if asked is None:
             return output
-        temperature = self._temperature(input_batch.expanded_idx_mapping)
         logprobs, _ = self._logp(logits, asked.logprob_token_ids.long(), temperature, vocab=self._vocab)
-        logprobs.masked_fill_(asked.logprobs == float("-inf"), float("-inf"))  # vLLM's mark for "not asked"
+        if self.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np):
+            logprobs.masked_fill_(asked.logprobs == float("-inf"), float("-inf"))  # vLLM's mark for "not asked"
         return replace(output, logprobs_tensors=asked._replace(logprobs=logprobs))
 
-    def apply_sampling_params(
-        self, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, *_: Any, **__: Any
-    ) -> Any:
-        """logits[R,V] → logits / temperature, the same division as in the contract."""
-        return logits / self._temperature(expanded_idx_mapping)[:, None]
-
-    def _temperature(self, rows: torch.Tensor) -> torch.Tensor:
-        """fp32 [R]: of each row's request, 1 where it is greedy."""
-        asked = self.sampling_states.temperature.gpu[rows]
-        return torch.where(asked == 0.0, 1.0, asked)
+    def apply_sampling_params(self, logits: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """logits[R,V] of this step → logits / temperature, the same division as in the contract."""
+        return logits / self._now[:, None]
 
 
 def refuse(asked: SamplingParams) -> None:
