@@ -4,8 +4,12 @@ SPEC: model, mode (strict, native, invariant), segments, tp, arguments (of vLLM)
 list [kind, arguments]; RESULT holds what each job returned, or `error`. Log-probabilities are hexadecimal bytes.
 """
 
+import cProfile
+import fcntl
+import io
 import json
 import os
+import pstats
 import sys
 import time
 import traceback
@@ -41,9 +45,9 @@ def build(spec: dict[str, Any]) -> Any:
         arguments = strict.engine_arguments(profile="sm90", segments=spec["segments"], device="cuda")
     return LLM(
         spec["model"], skip_tokenizer_init=True, generation_config="vllm", seed=0, use_tqdm_on_load=False,
-        kv_cache_memory_bytes=2**31, tensor_parallel_size=spec["tp"], disable_log_stats=True,
+        tensor_parallel_size=spec["tp"], disable_log_stats=True,
         **({"distributed_executor_backend": "mp"} if spec["tp"] > 1 else {}),
-        **(arguments | spec["arguments"]),
+        **(arguments | {"kv_cache_memory_bytes": 2**31} | spec["arguments"]),
     )  # fmt: skip
 
 
@@ -120,16 +124,50 @@ class Jobs:
             "backend": str(config.attention_config.backend),
         }
 
-    def speed(self, prompts: int, prompt_tokens: int, new_tokens: int, vocab: int) -> dict[str, float]:
-        """Seconds and new tokens a second, prefill included, third run of three with fresh prompts each time."""
+    def meet(self, folder: str, name: str, engines: int) -> float:
+        """Wait until `engines` engines have come to `folder`, or ended; return the seconds."""
+        begin = time.perf_counter()
+        Path(folder, f"{name}.here").touch()
+        while len(list(Path(folder).glob("*.here"))) < engines:
+            time.sleep(0.1)
+        return time.perf_counter() - begin
+
+    def speed(
+        self, prompts: int, prompt_tokens: int, new_tokens: int, vocab: int, turn: str | None = None
+    ) -> dict[str, float]:
+        """Seconds and new tokens a second, prefill included, third run of three with fresh prompts each time.
+
+        turn: a file that the engine locks meanwhile, so that others wait.
+        """
         seconds = []
-        for seed in range(3):
-            draw = np.random.default_rng(seed)
-            asked = draw.integers(0, vocab, (prompts, prompt_tokens)).tolist()
-            begin = time.perf_counter()
-            self._outputs(asked, [self._asked(i, new_tokens) for i in range(prompts)])
-            seconds.append(time.perf_counter() - begin)
+        with open(turn or os.devnull, "w") as held:
+            if turn:
+                fcntl.flock(held, fcntl.LOCK_EX)
+            for seed in range(3):
+                asked = self._random(prompts, prompt_tokens, vocab, seed)
+                begin = time.perf_counter()
+                self._outputs(asked, [self._asked(i, new_tokens) for i in range(prompts)])
+                seconds.append(time.perf_counter() - begin)
         return {"seconds": seconds[-1], "tokens_per_second": prompts * new_tokens / seconds[-1], "before": seconds[:-1]}
+
+    def host(
+        self, prompts: int, prompt_tokens: int, new_tokens: int, vocab: int, turn: str, lines: int = 60
+    ) -> list[str]:
+        """Where the host's time goes, by function: the lines of a profile of one warm run."""
+        asked, how = (
+            self._random(prompts, prompt_tokens, vocab, 9),
+            [self._asked(i, new_tokens) for i in range(prompts)],
+        )
+        profile, found = cProfile.Profile(), io.StringIO()
+        with open(turn, "w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            profile.runcall(self._outputs, asked, how)
+        pstats.Stats(profile, stream=found).sort_stats("tottime").print_stats(lines)
+        return [line for line in found.getvalue().splitlines() if line.strip()]
+
+    def _random(self, prompts: int, prompt_tokens: int, vocab: int, seed: int) -> list[list[int]]:
+        asked: list[list[int]] = np.random.default_rng(seed).integers(0, vocab, (prompts, prompt_tokens)).tolist()
+        return asked
 
     def _asked(self, seed: int, new_tokens: int, score: int | None = None) -> Any:
         from vllm import SamplingParams
