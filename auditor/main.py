@@ -92,7 +92,7 @@ class Auditor:
         self._queue = RecomputeQueue(config.recompute_queue)
         contracts = known_contracts()
         ask = self._queue.put if config.weights_root is not None else None
-        self._pipeline = Pipeline(contracts, _policy(config), self._board, ask, self._queue.room)
+        self._pipeline = Pipeline(contracts, _policy(config), self._board, ask, self._queue.room, self._count_fault)
         self._start_upkeep(config, clock)
         self._pool = self._start_pool(config)
         names = {digest: f"{c.profile.name}/segments={c.segments}" for digest, c in contracts.items()}
@@ -213,8 +213,11 @@ class Auditor:
                 self._stopping.wait(_LEDGER_PAUSE_S)  # said again it changes nothing, where it was written after all
             except Exception:
                 log.exception("the reference's word on %s was not recorded; it is asked again at the next start", key)
-                return None
+                return self._count_fault()
         return None
+
+    def _count_fault(self) -> None:
+        self._metrics.count_error("judge", AuditorError.code)
 
     def _start_http(self, api: Any, address: str, tls: TlsFiles | None) -> str:
         """Serve in a thread; returns the bound host:port."""

@@ -84,7 +84,8 @@ class Pipeline:
 
     policy: which agreeing samples to recompute. recompute: hands a sample to the reference, the urgent ones first;
     None where there is no reference, and mismatches stay without a side. room: whether one more sample, urgent or not,
-    may wait for the reference beside so many that the same transaction has handed over already.
+    may wait for the reference beside so many that the same transaction has handed over already. on_fault: told of each
+    sample that could not be judged.
     """
 
     def __init__(
@@ -94,12 +95,14 @@ class Pipeline:
         observer: Observer,
         recompute: Callable[[SampleKey, bool], None] | None,
         room: Callable[[bool, int], bool] = lambda urgent, asked: True,
+        on_fault: Callable[[], None] = lambda: None,
     ) -> None:
         self._contracts = contracts
         self._policy = policy
         self._observer = observer
         self._recompute = recompute
         self._room = room
+        self._on_fault = on_fault
 
     def receive(self, unit: Unit, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         """Store a batch and judge the samples that it completes; one receipt a record, in order."""
@@ -179,6 +182,7 @@ class Pipeline:
         except Exception as error:
             # The record is sound and stays; that the auditor could not judge it must be visible, not refused.
             log.exception("sample %s could not be judged", record.key)
+            unit.after_commit.append(self._on_fault)
             return PairJudgement(Judgement(Verdict.ERROR, reference_error=f"internal: {error!r}"), None)
         return self._count_pair(unit, rollout, trainer, pair)
 

@@ -90,7 +90,7 @@ def _ingest(page: dashboard.Dashboard) -> dashboard.Dashboard:
             lines(
                 "Failed calls and requests",
                 [Query(f"sum by (part, code) (rate(auditor_errors_total{{{_CLUSTER}}}{_RATE}))", "{{part}} {{code}}")],
-                "grpc: whole batches, http: reads, retention: evidence that could not be written away.",
+                "grpc: whole batches, http: reads, judge: samples without a verdict, retention: evidence not written away.",
                 unit="cps",
                 stacked=True,
             )

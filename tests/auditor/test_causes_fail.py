@@ -1,5 +1,7 @@
-"""A search for causes that fails costs no record, no verdict and no worker: the cause is `undiagnosed`."""
+"""What fails in a search for causes or in a judgement costs no record and no worker: `undiagnosed`, verdict `error`."""
 
+import json
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,8 +9,11 @@ from typing import Any
 import pytest
 
 from auditor import pipeline, recompute_worker
+from auditor.client import AuditClient
 from auditor.codec import encode
+from auditor.config import Config
 from auditor.export.board import Board
+from auditor.main import Auditor
 from auditor.pipeline import Incoming, Pipeline
 from auditor.recompute_worker import Models, answer
 from auditor.records import Layout, SampleKey
@@ -40,6 +45,26 @@ def test_the_batch_is_stored_and_judged(tmp_path: Path, monkeypatch: pytest.Monk
     assert [receipt.outcome for receipt in receipts] == ["accepted", "accepted"]
     assert judgement is not None
     assert (judgement.verdict, judgement.cause) == ("mismatch", "undiagnosed")
+
+
+def test_a_sample_that_cannot_be_judged_is_stored_with_the_verdict_error_and_is_a_fault_of_the_auditors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "judge_pair", _fails)
+    config = Config(grpc="127.0.0.1:0", http="127.0.0.1:0", ledger=str(tmp_path / "ledger.db"))
+    auditor = Auditor(config)
+    try:
+        with AuditClient(auditor.addresses["grpc"], "run", spool_dir=tmp_path / "spool") as client:
+            rollout, trainer = pair()
+            client.submit_rollout(rollout)
+            client.submit_trainer(trainer)
+            assert client.flush(10).accepted == 2
+        with urllib.request.urlopen(f"http://{auditor.addresses['http']}/api/v1/runs/run", timeout=10) as answer:
+            assert json.loads(answer.read())["by_verdict"] == {"error": 1}
+        with urllib.request.urlopen(f"http://{auditor.addresses['http']}/metrics", timeout=10) as answer:
+            assert 'auditor_errors_total{code="internal",part="judge"} 1.0' in answer.read().decode()
+    finally:
+        auditor.close()
 
 
 def test_the_reference_answers_all_the_same(weights_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
