@@ -44,6 +44,7 @@ def _state(page: dashboard.Dashboard) -> dashboard.Dashboard:
     )
 
 
+# A count that appears with its first failure is shown as it is: no rate and no increase would show that one.
 def _ingest(page: dashboard.Dashboard) -> dashboard.Dashboard:
     return (
         page.with_row(dashboard.Row("Ingest"))
@@ -80,18 +81,17 @@ def _ingest(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Refused records by reason",
-                [Query(f"sum by (code) (rate(auditor_refusals_total{{{_CLUSTER}}}{_RATE}))", "{{code}}")],
-                "docs/audit-protocol.md explains each code.",
-                unit="cps",
+                [Query(f"sum by (code) (auditor_refusals_total{{{_CLUSTER}}})", "{{code}}")],
+                "Since the ledger began. docs/audit-protocol.md explains each code.",
                 stacked=True,
             )
         )
         .with_panel(
             lines(
                 "Failed calls and requests",
-                [Query(f"sum by (part, code) (rate(auditor_errors_total{{{_CLUSTER}}}{_RATE}))", "{{part}} {{code}}")],
-                "grpc: whole batches, http: reads, judge: samples without a verdict, retention: evidence not written away.",
-                unit="cps",
+                [Query(f"sum by (part, code) (auditor_errors_total{{{_CLUSTER}}})", "{{part}} {{code}}")],
+                "Since the start. grpc: whole batches, http: reads, judge: samples without a verdict, retention,"
+                " upkeep: work in the background.",
                 stacked=True,
             )
         )
@@ -179,12 +179,11 @@ def _recompute_failures(page: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Samples that could not be recomputed",
                 [
                     Query(
-                        "sum by (cluster, run_id, code)"
-                        f" (increase(auditor_recompute_errors_total{{{AUDITOR}}}{_RATE}))",
+                        f"sum by (cluster, run_id, code) (auditor_recompute_errors_total{{{AUDITOR}}})",
                         "{{code}} {{run_id}} {{cluster}}",
                     )
                 ],
-                "Weights gone, sampling without a reference, …",
+                "Weights gone, sampling without a reference, … Since the run began.",
                 stacked=True,
             )
         )

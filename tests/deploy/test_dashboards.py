@@ -218,6 +218,18 @@ def test_every_expression_of_every_panel_returns_series_from_a_real_auditor(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "title", ["Refused records by reason", "Failed calls and requests", "Samples that could not be recomputed"]
+)
+def test_what_failed_once_is_more_than_a_zero(title: str, watched: Watched, span: tuple[float, float]) -> None:
+    (panel,) = [panel for panel in committed("auditor")["panels"] if panel.get("title") == title]
+    (target,) = panel["targets"]
+    series = watched.stack.query(expand(target["expr"], {"run": "run|bent|hurried"}, "1m"))
+    assert series
+    assert all(float(one["value"][1]) > 0 for one in series)
+
+
+@pytest.mark.slow
 def test_every_variable_has_the_values_that_grafana_would_offer(watched: Watched, span: tuple[float, float]) -> None:
     wanted = {"Cluster": {"local"}, "run": {"run", "bent"}}
     for name in NAMES:
