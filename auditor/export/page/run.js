@@ -4,10 +4,11 @@ import { get, runPath } from "./api.js";
 import { firstCapsules } from "./capsules.js";
 import { chart } from "./chart.js";
 import { counts, difference, h, percent, table, time, whole } from "./dom.js";
+import { renew } from "./renew.js";
 import { finding } from "./runs.js";
 
 const PAGE = 50;
-const REFRESH_SECONDS = 5;
+const FRESH_SECONDS = 600;
 
 export async function runView({ parts: [id], query, refresh }) {
   const mismatching = query.get("only") === "mismatching";
@@ -19,7 +20,7 @@ export async function runView({ parts: [id], query, refresh }) {
     get(`${runPath(id)}/steps`, { ...range, mismatching, limit: PAGE }),
     firstCapsules(id),
   ]);
-  follow(run, refresh);
+  renew(refresh, Date.now() / 1000 - run.last_at < FRESH_SECONDS ? 5 : 60);
   return [
     h("h1", {}, `Run ${id}`),
     h("p", {}, finding(run), ` · ${whole(run.samples)} samples in ${whole(run.steps)} steps · first record ${time(run.first_at)}, last ${time(run.last_at)}`),
@@ -28,16 +29,6 @@ export async function runView({ parts: [id], query, refresh }) {
     h("div", { class: "columns" }, verdicts(run), statistics(run)),
     ...stepList(id, steps, first, mismatching),
   ];
-}
-
-/** While records come in, show the run again now and then, but not under the hands of somebody who works with it. */
-function follow(run, refresh) {
-  if (Date.now() / 1000 - run.last_at > 600) return;
-  setTimeout(async () => {
-    const busy = document.hidden || document.activeElement !== document.getElementById("main");
-    if (busy || !location.hash.includes(encodeURIComponent(run.run_id)) || /^#\/run\/[^/]+\//.test(location.hash)) return;
-    refresh();
-  }, REFRESH_SECONDS * 1000);
 }
 
 function curves(id, points) {

@@ -2,6 +2,7 @@
 
 import { get } from "./api.js";
 import { difference, h, table, time, whole } from "./dom.js";
+import { renew } from "./renew.js";
 
 /** The one sentence on a run or a step: green only where something was compared and all of it agreed. */
 export function finding(counts) {
@@ -17,8 +18,9 @@ export function finding(counts) {
   return h("span", { class: "good" }, "equal bits");
 }
 
-export async function runsView() {
+export async function runsView({ refresh }) {
   const { runs } = await get("/runs", { limit: 1000 });
+  renew(refresh, runs.length ? 30 : 5);
   if (runs.length === 0) {
     return [
       h("h1", {}, "Runs"),
