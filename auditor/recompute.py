@@ -24,6 +24,7 @@ _ATTEMPTS = 3
 _STEPS_REMEMBERED = 10_000
 _PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
+_PLACE_S = 10.0
 # What passes: the sample is tried again.
 _PASSING: Final = ("weights_unreachable", "no_worker")
 
@@ -128,6 +129,8 @@ class RecomputePool:
         for _ in range(_ATTEMPTS):
             try:
                 worker = worker or self._start()
+                if not worker.wait(_PLACE_S):
+                    return worker, RecomputeError(f"no core was free for a worker for {_PLACE_S:g} s", "no_worker")
                 return worker, self._ask(worker, key, self._loaded(key), diagnose)
             except _TimedOut:
                 self._replace(worker, key, "timed_out", f"not done after {self._patience.sample_s:g} s")

@@ -6,6 +6,7 @@ A worker holds the newest few models it was asked for; weights are mapped, not r
 
 import logging
 import os
+import signal
 import sys
 from collections import OrderedDict
 from typing import Any
@@ -160,6 +161,7 @@ def _logprobs(models: Models, record: RolloutRecord, contract_digest: str) -> tu
 
 def main(place: WeightsPlace, idle: bool) -> None:
     """Answer jobs until stdin ends. The auditor must not slow the job that it watches: the worker is nice, or idle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the auditor too, which ends this process
     if idle:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:

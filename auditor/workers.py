@@ -18,6 +18,9 @@ from auditor.weights_place import WeightsPlace
 class Worker(Protocol):
     """One runner of the reference."""
 
+    def wait(self, seconds: float) -> bool:
+        """Whether it is there, waited for so long: a cluster may have no core free. EOFError or OSError as below."""
+
     def ask(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         """Run one job. EOFError or OSError where the worker is gone; another one is hired then."""
 
@@ -40,6 +43,10 @@ class ProcessWorker:
     def __init__(self, weights: WeightsPlace, idle: bool = False) -> None:
         command = [sys.executable, "-m", "auditor.recompute_worker", weights.to_json(), *(["idle"] if idle else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def wait(self, seconds: float) -> bool:
+        """It is always there."""
+        return True
 
     def ask(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         """Run one job in the process."""

@@ -1,14 +1,9 @@
 """Who runs the reference is chosen by name; a pool that cannot be had fails the start; Ray is one of them."""
 
 import os
-import secrets
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -61,54 +56,3 @@ def test_no_cluster_is_one_line_at_the_start(weights_root: Path, tmp_path: Path)
     )
     assert done.returncode == 2, done.stderr
     assert "auditor: recompute_pool ray: no cluster to join" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_ray_cluster_recomputes(weights_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = shutil.which("ray", path=str(Path(sys.executable).parent))
-    if ray is None:
-        pytest.skip("Ray is missing")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # The paths of Ray's sockets must be short, so its folder is not the test's own.
-    settings = {
-        "RAY_TMPDIR": tempfile.mkdtemp(prefix="ra"),
-        "RAY_ADDRESS": f"127.0.0.1:{port}",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    start = [ray, "start", "--head", "--port", str(port), "--num-cpus", "2", "--include-dashboard", "false", "--block"]
-    head = subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _wait_for_port(port)
-        flags = ("--weights-root", str(weights_root), "--recompute-rate", "1", "--recompute-pool", "ray")
-        with (
-            running_auditor(tmp_path, *flags) as auditor,
-            AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
-        ):
-            for i in range(4):
-                rollout, trainer = true_pair(weights_root, f"{i}")
-                client.submit_rollout(one_ulp_off(rollout) if i == 0 else rollout)
-                client.submit_trainer(trainer)
-            client.flush(10)
-            run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0 and r["samples"] == 4, 90)
-            assert (run["by_reference"], run["by_side"]) == ({"done": 4}, {"rollout": 1})
-    finally:
-        head.terminate()
-        head.wait(30)
-        shutil.rmtree(settings["RAY_TMPDIR"], ignore_errors=True)
-
-
-def _wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            assert time.monotonic() < deadline, "Ray did not start"
-            time.sleep(0.2)
