@@ -111,6 +111,8 @@ def test_compose_comes_up_and_its_job_is_judged_scraped_and_watched(
         assert re.search(r"tokens that differ +0 ", said), said[-4000:]
         assert "[heartbeat] FIRING Watchdog" in said
         wait_until_ok("http://127.0.0.1:9464/readyz", 10)
+        for file in (REPOSITORY / "auditor/export/page").iterdir():
+            wait_until_ok(f"http://127.0.0.1:9464/page/{file.name}", 10)
         (run,) = ask("http://127.0.0.1:9464/api/v1/runs", token)["runs"]
         assert run["by_verdict"] == {"match": 320}
         assert run["run_id"].startswith("policy.") is tokens
