@@ -247,3 +247,9 @@ def test_what_the_shape_of_the_page_takes_for_given_is_named_on_it() -> None:
     names += [f"{name}: {value}" for label in labels for name, value in label.items()]
     names += auditor["networkPolicy"]["readerNamespaces"]["matchLabels"].values()
     assert [name for name in names if f"`{name}`" not in page and f" {name} " not in page] == []
+
+
+def test_nothing_ends_an_auditor_that_brings_a_large_ledger_up_to_date() -> None:
+    (container,) = one(rendered(HELMS[-1], "auditor"), "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 7200
