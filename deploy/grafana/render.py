@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter, SymmetricalLogLocator
 
-from deploy.grafana.generate import FOLDER
-
+FOLDER = Path(__file__).parent / "dashboards"
 LABEL = "drawn by deploy/grafana/render.py from the dashboard's JSON and Prometheus; not a Grafana screenshot"
 _POINTS = 240
 # Inches: of a column and a row of Grafana's grid, of the heading, and of the parts of a panel.
@@ -275,7 +275,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     now = time.time()
     span = (now - 60 * options.minutes, now)
-    for path, empty in render_all(prometheus(options.prometheus), span, options.out, {"run": options.run}).items():
+    try:
+        drawn = render_all(prometheus(options.prometheus), span, options.out, {"run": options.run})
+    except urllib.error.URLError as error:
+        print(f"error: {options.prometheus} does not answer as a Prometheus: {error}", file=sys.stderr)
+        return 2
+    for path, empty in drawn.items():
         print(path, f"(nothing to show in: {', '.join(empty)})" if empty else "")
     return 0
 

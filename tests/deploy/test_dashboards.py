@@ -26,7 +26,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder  # noqa: E402
 from grafana_foundation_sdk.models.dashboard import Dashboard  # noqa: E402
 
 from deploy.grafana.generate import DASHBOARDS, FOLDER, text  # noqa: E402
-from deploy.grafana.render import expand, prometheus, render_all  # noqa: E402
+from deploy.grafana.render import expand, main, prometheus, render_all  # noqa: E402
 
 NAMES = sorted(DASHBOARDS)
 BENT_STEPS = 6
@@ -275,3 +275,9 @@ def bent(trainer: Any, step: int, sample: int) -> Any:
         values[4] = np.nan
         return replace(trainer, logprobs=values)
     return trainer
+
+
+def test_what_is_no_prometheus_is_named_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--prometheus", "http://127.0.0.1:1", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: http://127.0.0.1:1 does not answer")
