@@ -2,10 +2,12 @@
 
 A row names `side` (rollout, trainer), `step`, `sample_id` and the fields of `auditor.records`, nested ones with a dot
 (`sampling.temperature`). Log-probabilities come as `logprobs` (numbers) or `logprob_bits` (eight hex digits each).
-Fields that every row shares come from defaults. What is unknown is left out; what is not a field is refused.
+Fields that every row shares come from defaults. What is unknown is left out or null; what is no field is refused, and
+so are a key that is there twice, a null among numbers, a number beyond fp32, and an id that is no whole number.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -22,6 +24,7 @@ _NESTED: Final[Mapping[str, type]] = {
     "layout": Layout,
     "positions": Positions,
 }
+_BITS: Final = re.compile(r"[0-9a-fA-F]{8}")
 # What a side does not say is unknown, and the auditor judges the sample not comparable.
 _UNKNOWN: Final[Mapping[str, Any]] = {
     "weight_version": -1,
@@ -42,7 +45,7 @@ def read_dump(path: Path, defaults: Mapping[str, Any]) -> Iterator[Record]:
     for number, row in enumerate(rows, 1):
         try:
             yield record_of({**defaults, **row})
-        except (RecordError, TypeError, ValueError) as error:
+        except (RecordError, TypeError, ValueError, OverflowError) as error:
             raise RecordError(f"{path}, row {number}: {error}") from None
 
 
@@ -68,31 +71,59 @@ def record_of(row: Mapping[str, Any]) -> Record:
 
 def _decode_arrays(values: dict[str, Any], kind: type) -> None:
     if "logprob_bits" in values:
-        bits = [int(text, 16) for text in values.pop("logprob_bits")]
-        values["logprobs"] = np.array(bits, np.uint32).view(np.float32)
+        values["logprobs"] = _of_bits(values.pop("logprob_bits"))
     elif "logprobs" in values:
-        values["logprobs"] = np.asarray(values["logprobs"], np.float32)
+        values["logprobs"] = _fp32(values["logprobs"])
     if "tokens" in values:
-        values["tokens"] = np.asarray(values["tokens"], np.int64)
+        values["tokens"] = np.asarray(values["tokens"])
         if kind is TrainerRecord:
             values.setdefault("token_count", len(values["tokens"]))
     if "mask" in values:
-        values["mask"] = np.asarray(values["mask"], np.bool_)
+        values["mask"] = _mask(values["mask"])
     elif "logprobs" in values:
         values["mask"] = np.ones(len(values["logprobs"]), np.bool_)
 
 
+def _of_bits(texts: Any) -> np.ndarray:
+    for text in texts:
+        if not (isinstance(text, str) and _BITS.fullmatch(text)):
+            raise RecordError(f"logprob_bits holds {text!r}; each is eight hex digits")
+    return np.frombuffer(bytes.fromhex("".join(texts)), ">u4").astype(np.uint32).view(np.float32)
+
+
+def _fp32(numbers: Any) -> np.ndarray:
+    wide = np.asarray(numbers)
+    if wide.size and wide.dtype.kind not in "fiu":
+        raise RecordError("logprobs holds something that is no number; a value that was not one is NaN")
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(np.float32)
+    if (np.isinf(narrow) & np.isfinite(wide)).any():
+        raise RecordError("logprobs holds a number that is beyond fp32; an infinity is written Infinity")
+    return narrow
+
+
+def _mask(flags: Any) -> np.ndarray:
+    given = np.asarray(flags)
+    if given.size and not (given.dtype.kind == "b" or (given.dtype.kind in "iu" and np.isin(given, (0, 1)).all())):
+        raise RecordError("mask holds something other than true, false, 1 and 0")
+    return given.astype(np.bool_)
+
+
 def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"sampling.seed": 1}` as `{"sampling": {"seed": 1}}`."""
+    """`{"sampling.seed": 1}` as `{"sampling": {"seed": 1}}`; what is null is left out, there too."""
     result: dict[str, Any] = {}
     for name, value in row.items():
         head, dot, tail = name.partition(".")
-        if dot:
-            inner = result.get(head)
-            result[head] = {**(inner if isinstance(inner, dict) else {}), tail: value}
-        elif isinstance(value, dict):
-            result[head] = {**result.get(head, {}), **value}
-        else:
+        inside = {tail: value} if dot else value
+        if isinstance(inside, dict):
+            inside = {key: inner for key, inner in inside.items() if inner is not None}
+            outer = result.setdefault(head, {})
+            if not isinstance(outer, dict):
+                raise RecordError(f"{head} is {outer!r}; it must be an object")
+            result[head] = {**outer, **inside}
+        elif value is not None:
+            if head in result:
+                raise RecordError(f"{head} is {value!r}; it must be an object")
             result[head] = value
     return result
 
@@ -100,14 +131,18 @@ def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
 def _typed(name: str, value: Any) -> Any:
     kind = _NESTED.get(name)
     if kind is None:
-        return tuple(value) if name == "layer_digests" else value
+        if name != "layer_digests":
+            return value
+        if not isinstance(value, list):
+            raise RecordError(f"layer_digests is {value!r}; it must be a list")
+        return tuple(value)
     if not isinstance(value, dict):
         raise RecordError(f"{name} is {value!r}; it must be an object")
     known = {field.name for field in fields(kind)}
     for key in value:
         if key not in known:
             raise RecordError(f"'{name}.{key}' is no field; there are {', '.join(sorted(known))}")
-    return kind(**{**value, **({"vocab_shards": tuple(value["vocab_shards"])} if "vocab_shards" in value else {})})
+    return kind(**{**_UNKNOWN[name], **value})
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -116,18 +151,33 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:
+                row = json.loads(line, object_pairs_hook=_once)
+            except (ValueError, RecursionError) as error:
                 raise RecordError(f"{path}, line {number}: not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise RecordError(f"{path}, line {number}: an object is expected, not a {type(row).__name__}")
             yield row
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {twice!r} is there twice")
+    return row
+
+
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        from pyarrow import parquet  # noqa: PLC0415 - only for files of this kind
+        import pyarrow  # noqa: PLC0415 - only for files of this kind
+        from pyarrow import parquet  # noqa: PLC0415
     except ImportError:
         raise RecordError(f"{path}: a .parquet file needs pyarrow; install it or give .jsonl") from None
-    for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):
-        yield from batch.to_pylist()
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):
+            yield from batch.to_pylist()
+    except FileNotFoundError:
+        raise
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RecordError(f"{path}: not a Parquet file that can be read: {' '.join(str(error).split())}") from None

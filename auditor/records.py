@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from auditor.errors import RecordError
+from auditor.fields import INT64, UINT32, one_text, real, text, whole, wholes
 
 Side = Literal["rollout", "trainer"]
 SIDES: tuple[Side, Side] = ("rollout", "trainer")
@@ -52,6 +53,13 @@ class Sampling:
     seed: int | None = None
     logprobs_mode: str = "processed_logprobs"
 
+    def __post_init__(self) -> None:
+        real(self, "sampling.", ("temperature", "top_p", "min_p"))
+        whole(self, "sampling.", ("top_k",), UINT32)
+        if self.seed is not None:
+            whole(self, "sampling.", ("seed",), INT64)
+        text(self, "sampling.", ("logprobs_mode",))
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -68,6 +76,10 @@ class Layout:
     padded_vocab_size: int
     vocab_shards: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        whole(self, "layout.", ("tp_size", "cp_size", "vocab_size", "padded_vocab_size"), UINT32)
+        wholes(self, "layout.", "vocab_shards")
+
 
 @dataclass(frozen=True, slots=True)
 class Positions:
@@ -79,6 +91,10 @@ class Positions:
     offset: int = 0
     attention: str = "causal"
 
+    def __post_init__(self) -> None:
+        text(self, "positions.", ("rope_digest", "attention"))
+        whole(self, "positions.", ("offset",), INT64)
+
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -87,6 +103,9 @@ class Environment:
     arch: str
     mma: str
     digest: str
+
+    def __post_init__(self) -> None:
+        text(self, "environment.", ("arch", "mma", "digest"))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -120,6 +139,7 @@ class RolloutRecord:
     routed_experts: npt.NDArray[np.uint16] | None = None
 
     def __post_init__(self) -> None:
+        text(self, "", ("engine_id", "finish_reason"))
         _freeze(self, "tokens", np.uint32, 1)
         _freeze(self, "routed_experts", np.uint16, 2)
         _check(self, len(self.tokens))
@@ -175,6 +195,8 @@ class TrainerRecord:
     def __post_init__(self) -> None:
         _freeze(self, "tokens", np.uint32, 1)
         _freeze(self, "routed_experts", np.uint16, 2)
+        text(self, "", ("trainer_id", "tokens_digest"))
+        whole(self, "", ("token_count",), UINT32)
         if self.tokens is not None:
             if len(self.tokens) != self.token_count:
                 raise RecordError(f"token_count is {self.token_count}, but {len(self.tokens)} tokens are given")
@@ -206,6 +228,12 @@ def tokens_digest(tokens: npt.ArrayLike) -> str:
 def _check(record: Record, token_count: int) -> None:
     _freeze(record, "logprobs", np.float32, 1)
     _freeze(record, "mask", np.bool_, 1)
+    text(record, "", ("run_id", "sample_id", "weight_digest", "contract_digest"))
+    for digest in record.layer_digests:
+        one_text("layer_digests", digest)
+    whole(record, "", ("weight_version",), (INT64[0], 2**64 - 1))
+    whole(record, "", ("prompt_len",), INT64)
+    whole(record, "", ("step",), (INT64[0], 2**64 - 1))
     if record.step < 0:
         raise RecordError(f"step is {record.step}; it counts from 0")
     if not 0 <= record.prompt_len <= token_count:

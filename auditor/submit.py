@@ -29,6 +29,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the auditor at the end")
     given = parser.parse_args(arguments)
     try:
+        if not 0 <= given.timeout <= 1e9:
+            raise ConfigError(f"--timeout {given.timeout:g}: seconds are expected")
         token = given.token_file.read_text("utf-8").strip() if given.token_file else None
         if given.file.is_dir():
             counts = _send_spool(given.file, given.address, token, given.timeout)
@@ -37,11 +39,12 @@ def main(arguments: list[str]) -> int:
     except (AuditorError, OSError) as error:
         print(f"submit: {error}", file=sys.stderr)
         return 2
+    waiting = counts.queued + counts.spooled + counts.dropped
     print(
         f"accepted {counts.accepted}, duplicate {counts.duplicate}, refused {counts.refused},"
-        f" not delivered {counts.queued + counts.spooled + counts.dropped}"
+        f" not delivered {waiting}{': send it again, what was taken is not counted twice' if waiting else ''}"
     )
-    return 0 if counts.refused + counts.queued + counts.spooled + counts.dropped == 0 else 1
+    return 0 if counts.refused + waiting == 0 else 1
 
 
 def _send_spool(folder: Path, address: str, token: str | None, timeout: float) -> Counts:
@@ -64,8 +67,11 @@ def _send_dump(given: argparse.Namespace, token: str | None) -> Counts:
                     client.submit_rollout(record)
                 else:
                     client.submit_trainer(record)
-        finally:
+        except AuditorError as error:
             counts = client.close(given.timeout)
+            taken = counts.accepted + counts.duplicate
+            raise type(error)(f"{error}; {taken} records before it were taken") from None
+        counts = client.close(given.timeout)
     return counts
 
 

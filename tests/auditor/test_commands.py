@@ -111,7 +111,21 @@ def test_a_row_with_the_least_is_a_record_of_unknowns() -> None:
         ({"sampling": 3}, "sampling is 3"),
         ({"sampling.heat": 3}, "'sampling.heat' is no field"),
         ({"logprobs": [-1.0]}, "logprobs has 1 values"),
-        ({"logprob_bits": ["zz"]}, "invalid literal"),
+        ({"logprob_bits": ["zz"]}, "logprob_bits holds 'zz'; each is eight hex digits"),
+        ({"logprob_bits": ["1bf800000"]}, "each is eight hex digits"),
+        ({"tokens": [1.5] * 40}, "tokens is float64"),
+        ({"tokens": [2**70] * 40}, "tokens is object"),
+        ({"logprobs": [None] * 32}, "logprobs holds something that is no number"),
+        ({"logprobs": ["-1.0"] * 32}, "logprobs holds something that is no number"),
+        ({"logprobs": [-1e39] * 32}, "beyond fp32"),
+        ({"mask": ["false"] * 32}, "mask holds something other than true, false, 1 and 0"),
+        ({"step": 1.5}, "step is 1.5; it must be a whole number"),
+        ({"step": True}, "step is True; it must be a whole number"),
+        ({"sampling.temperature": "1.0"}, "sampling.temperature is '1.0'; it must be a number"),
+        ({"sampling": {"top_k": -1}}, "sampling.top_k is -1; it lies in 0.."),
+        ({"layout": {"vocab_shards": 5}}, "layout.vocab_shards is 5; it must be a sequence"),
+        ({"sample_id": 7}, "sample_id is 7; it must be text"),
+        ({"layer_digests": "ab"}, "layer_digests is 'ab'; it must be a list"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -121,6 +135,32 @@ def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], said: str) -
     with pytest.raises(RecordError, match="row 2") as error:
         list(read_dump(file, {"run_id": "r"}))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("d.jsonl", b'{"side": "rollout", "side": "trainer"}', "line 1: not JSON: key 'side' is there twice"),
+        ("d.jsonl", b"[" * 100_000, "line 1: not JSON"),
+        ("d.jsonl", b"\xff\xfe\x00", "line 1: not JSON"),
+        ("d.parquet", b"PAR1 and more", "not a Parquet file that can be read"),
+        ("d.parquet", b"", "not a Parquet file that can be read"),
+    ],
+)
+def test_a_file_that_holds_no_rows_is_named(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    pytest.importorskip("pyarrow")
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(RecordError) as error:
+        list(read_dump(file, {"run_id": "r"}))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_null_or_left_out_of_an_object_is_unknown() -> None:
+    row = {**row_of(pair()[0], bits=False), "layout": {"tp_size": 2}, "sampling.seed": None, "run_id": "r"}
+    record = record_of(row)
+    assert (record.layout.tp_size, record.layout.vocab_size, record.sampling.seed) == (2, 0, 7)
 
 
 def test_a_file_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
