@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client import Counter as LiveCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -16,6 +23,9 @@ from auditor.compare import ULP_EDGES
 from auditor.drift import statistics
 from auditor.export.board import Board, Snapshot
 from auditor.storage.ledger import Counter
+
+# In this format they are gauges beside each counter, which no rule or dashboard asks for.
+disable_created_metrics()
 
 _RUN: Final = re.compile(r'[{,]run_id="([^"]*)"')
 
