@@ -1,16 +1,17 @@
 """A side that saw another prompt: cut off in front, something more in front, a part of it left out or not seen."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import CERTAIN, Candidate, Evidence, Suggestion, bits_hit, explained, nearest, worth_saying
+from auditor.causes.edits import Edit, edited
+from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import Oracle
+from auditor.causes.search import Candidate, nearest
+from auditor.causes.seen import seeing, without
 from auditor.compare import Logprobs
-from rl_kernel.reference.ops import F32, I32, Bits, Reference
 
 _CUTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _PADS: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -21,30 +22,9 @@ _PROMISING: Final = 0.97  # of the difference: what one piece must leave for its
 Span = Callable[[int, int], Logprobs]
 
 
-@dataclass(frozen=True, slots=True)
-class Unseen(Reference):
-    """The reference, in which no token from `last` on sees the keys first..last."""
-
-    first: int = 0
-    last: int = 0
-
-    def attention(self, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> tuple[Bits, F32, F32]:
-        """As the reference's, on one sequence: what comes before the end of the gap, then the rest without it."""
-        gap, rest = slice(self.first, self.last), slice(self.last, None)
-        early = np.array([0, self.last], np.int32)
-        q_, k_, v_ = (a[: self.last].copy() for a in (q, k, v))
-        head = Reference.attention(self, q_, k_, v_, early, early)
-        keys, values = np.delete(k, gap, axis=0), np.delete(v, gap, axis=0)
-        ends = np.array([0, len(q) - self.last], np.int32), np.array([0, len(keys)], np.int32)
-        tail = Reference.attention(self, q[rest].copy(), keys, values, *ends)
-        return (
-            np.concatenate([head[0], tail[0]]), np.concatenate([head[1], tail[1]]), np.concatenate([head[2], tail[2]])
-        )  # fmt: skip
-
-
 def cut_in_front(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """How many tokens were missing at the beginning."""
-    if best := nearest(evidence, oracle.window, _without_the_first(oracle)):
+    if best := nearest(evidence, oracle, _without_the_first(oracle)):
         yield best
 
 
@@ -57,7 +37,7 @@ def _without_the_first(oracle: Oracle) -> Iterator[Candidate]:
 
 def more_in_front(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """The first token twice, or padding that was seen."""
-    if best := nearest(evidence, oracle.window, _with_more(oracle)):
+    if best := nearest(evidence, oracle, _with_more(oracle)):
         yield best
 
 
@@ -80,24 +60,18 @@ def _with_more(oracle: Oracle) -> Iterator[Candidate]:
 
 def part_of_the_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Tokens in the middle that the side did not have, or had and did not see."""
-    window = oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
+    if best := nearest(evidence, oracle, _in_part(evidence, oracle)):
+        yield best
+
+
+def _in_part(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     kinds: tuple[tuple[str, str, Span], ...] = (
         ("other_context", "without", lambda a, b: _without(oracle, a, b)),
         ("attention_mask", "in which nothing after them sees", lambda a, b: _unseen(oracle, a, b)),
     )
     for cause, name, predict in kinds:
-        span = _best_span(evidence, oracle, predict)
-        if span is None:
-            continue
-        predicted = predict(*span)
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score):
-            hit = bits_hit(found, predicted, active)
-            said = f"the values are those of a sequence {name} its tokens {span[0]} to {span[1] - 1}; {hit}"
-            yield Suggestion(cause, score, said)
-            if score >= CERTAIN:
-                return
+        if span := _best_span(evidence, oracle, predict):
+            yield cause, f"a sequence {name} its tokens {span[0]} to {span[1] - 1}", predict(*span)
 
 
 def _best_span(evidence: Evidence, oracle: Oracle, predict: Span) -> tuple[int, int] | None:
@@ -142,5 +116,4 @@ def _without(oracle: Oracle, first: int, last: int) -> Logprobs:
 
 
 def _unseen(oracle: Oracle, first: int, last: int) -> Logprobs:
-    settings: dict[str, Any] = {f.name: getattr(oracle.decoder.reference, f.name) for f in fields(Reference)}
-    return oracle.logprobs(oracle.with_reference(Unseen(**settings, first=first, last=last)))
+    return oracle.logprobs(edited(oracle.decoder, Edit("attention", seeing(without(first, last)))))

@@ -19,6 +19,7 @@ STRONG: Final = 0.9
 HINT: Final = 0.6
 _WORTH_SAYING: Final = 0.5
 _RESEMBLES: Final = 0.9
+_ENOUGH_BEFORE: Final = 4
 
 Candidate = tuple[str, str, Logprobs]
 
@@ -56,6 +57,17 @@ class Evidence:
         """Bool [R]: active tokens whose bits differ."""
         mask: Mask = (self.found.view(np.uint32) != self.truth.view(np.uint32)) & self.active
         return mask
+
+    @property
+    def begins(self) -> int | None:
+        """The first token whose computation goes wrong, where enough values before it are equal in every bit.
+
+        A value is computed by the token before its own.
+        """
+        differs, active = np.flatnonzero(self.differs), np.flatnonzero(self.active)
+        if not differs.size or (active < differs[0]).sum() < _ENOUGH_BEFORE:
+            return None
+        return int(self.positions[differs[0]]) - 1
 
     @property
     def delta(self) -> Any:

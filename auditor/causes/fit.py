@@ -34,6 +34,11 @@ def best_fit(
     return float(np.exp((left_end + right_end) / 2.0))
 
 
+def few_digits(value: float) -> list[float]:
+    """What somebody may have set of any size: the value in one digit, in two, in three, then as it is."""
+    return list(dict.fromkeys([*(float(f"{value:.{digits}g}") for digits in (1, 2, 3)), value]))
+
+
 def roundings(value: float) -> list[float]:
     """What somebody may have set: the value with few digits first, then as it is."""
     return list(dict.fromkeys([*(round(value, digits) for digits in (0, 1, 2, 3)), value]))

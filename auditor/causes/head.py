@@ -1,79 +1,115 @@
-"""Precision of the head: logits, or the log-probabilities themselves, rounded to 16 bits."""
+"""Precision of the head: its product, its logits, or the log-probabilities themselves, in 16 bits or in eight."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import STRONG, Evidence, Suggestion, bits_hit, explained, worth_saying
-from auditor.causes.oracle import F32, Oracle
+from auditor.causes.evidence import STRONG, Evidence, Suggestion, explained
+from auditor.causes.oracle import F32, F64, Oracle
+from auditor.causes.precision import FORMATS, OF_ROWS, coarse
+from auditor.causes.search import Candidate, nearest
+from auditor.compare import Logprobs
+from rl_kernel.reference.ops import I64, narrow, widen
 
-_FEW = 16  # rows on which a rounding is tried before all are computed
+_FEW: Final = 16  # rows on which a rounding is tried before all are computed
+
+Rounding = Callable[[F32], F32]
+Rows = I64 | slice
 
 
 def low_precision_values(evidence: Evidence) -> Iterator[Suggestion]:
     """Every value of the side is one that 16 bits can hold, which fp32 values are not by chance."""
     found = evidence.found[evidence.active]
-    if found.size >= 4 and np.isfinite(found).all() and not (found.view(np.uint32) & 0xFFFF).any() and found.any():
-        yield Suggestion("bf16_head", STRONG, f"all {found.size} log-probabilities are bf16 values")
-    elif found.size >= 4 and np.isfinite(found).all() and (found.astype(np.float16).astype(np.float32) == found).all():
-        yield Suggestion("bf16_head", STRONG, f"all {found.size} log-probabilities are fp16 values")
-
-
-def low_precision_head(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """The reference with logits rounded to bf16 or fp16 gives what the side reports."""
-    window = oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    few = np.flatnonzero(active)[:_FEW]
-    for name, rounded in _roundings(oracle):
-        trial = oracle.from_logits(rounded(oracle.own_logits[few]), targets=oracle.targets[few])
-        if explained(found[few], truth[few], trial, active[few]) == 0.0:
-            continue
-        predicted = oracle.from_logits(rounded(oracle.own_logits))
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score):
-            hit = bits_hit(found, predicted, active)
-            yield Suggestion("bf16_head", score, f"the values are those of logits {name}; {hit}")
+    if found.size < 4 or not np.isfinite(found).all() or not found.any():
+        return
+    for name, rounded in _ROUNDINGS:
+        if (rounded(found) == found).all():
+            yield Suggestion("bf16_head", STRONG, f"all {found.size} log-probabilities are {name} values")
             return
 
 
-def low_precision_sum(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """The reference's logits with the logarithm of their sum, or both terms of the difference, kept in 16 bits."""
-    window = oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    z = oracle.own_logits[:, : oracle.decoder.config.vocab].astype(np.float64) / oracle.temperature
-    chosen = z[np.arange(len(z)), oracle.targets].astype(np.float32)
-    top = z.max(axis=1)
-    lse = (top + np.log(np.exp(z - top[:, None]).sum(axis=1))).astype(np.float32)
-    best: Suggestion | None = None
-    for name, rounded in (("bf16", _to_bf16), ("fp16", _to_fp16)):
-        for what, first in (("the log-sum-exp", chosen), ("logit and log-sum-exp", rounded(chosen))):
-            score = explained(found, truth, first - rounded(lse), active)
-            if worth_saying(score) and (best is None or score > best.score):
-                best = Suggestion("bf16_head", score, f"the values are those of {what} in {name}")
-    if best is not None:
+def low_precision_head(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """The reference with its head's product, its logits or what is made of them in fewer bits."""
+    if best := nearest(evidence, oracle, _candidates(evidence, oracle)):
         yield best
 
 
-def _roundings(oracle: Oracle) -> Iterator[tuple[str, Callable[[F32], F32]]]:
-    """Logits rounded as they are, and once more after the division by the temperature."""
+def _candidates(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    window = oracle.window
+    found, truth = evidence.found[window], evidence.truth[window]
+    few = np.flatnonzero(evidence.differs[window])[:_FEW]
+    active = np.ones(len(few), np.bool_)
+    for name, values in _of_logits(oracle):
+        if explained(found[few], truth[few], values(few), active) > 0.0:
+            yield "bf16_head", name, values(slice(None))
+
+
+def _of_logits(oracle: Oracle) -> Iterator[tuple[str, Callable[[Rows], Logprobs]]]:
+    """Name, and log-probabilities of some rows: logits rounded as they are, or once more divided by the temperature."""
     heat = np.float32(oracle.temperature)
-    for name, rounded in (("bf16", _to_bf16), ("fp16", _to_fp16)):
-        yield f"rounded to {name}", rounded
+
+    def read(rows: Rows, logits: Callable[[Rows], F32]) -> Logprobs:
+        return oracle.from_logits(logits(rows), targets=oracle.targets[rows])
+
+    def own(rows: Rows, rounded: Rounding) -> F32:
+        return rounded(oracle.own_logits[rows])
+
+    for name, rounded in _ROUNDINGS:
+        yield f"logits rounded to {name}", partial(read, logits=partial(own, rounded=rounded))
         if heat != 1.0:
-            yield f"divided by the temperature in {name}", partial(_heated, rounded=rounded, heat=heat)
+            heated = partial(_heated, rounded=rounded, heat=heat)
+            yield f"logits divided by the temperature in {name}", partial(read, logits=partial(own, rounded=heated))
+    for name, rounded in _ROUNDINGS:
+        for what, made in _SUMS:
+            yield f"{what} in {name}", partial(_summed, oracle, made=made, rounded=rounded)
+    for name, to, limit in FORMATS[:3]:
+        for over, axes in OF_ROWS[:2]:
+            in_eight = partial(_product, oracle, rounded=coarse(to, limit, axes))
+            yield f"the output layer in {name} with a scale {over}", partial(read, logits=in_eight)
 
 
-def _heated(x: F32, rounded: Callable[[F32], F32], heat: np.float32) -> F32:
+def _heated(x: F32, rounded: Rounding, heat: np.float32) -> F32:
     return rounded((rounded(x) / heat).astype(np.float32)) * heat
 
 
+def _product(oracle: Oracle, rows: Rows, rounded: Callable[..., np.ndarray]) -> F32:
+    head = oracle.decoder.weights["model.embed_tokens.weight" if oracle.decoder.config.tied else "lm_head.weight"]
+    hidden = oracle.own_hidden[oracle.rows[rows]]
+    return oracle.decoder.reference.gemm_fp32(rounded(hidden), rounded(head))
+
+
+def _summed(oracle: Oracle, rows: Rows, made: Callable[[F32, F32, Rounding], Logprobs], rounded: Rounding) -> Logprobs:
+    """From a row's own logit and the logarithm of the sum over all, fp32 each."""
+    z: F64 = oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64) / oracle.temperature
+    chosen = z[np.arange(len(z)), oracle.targets[rows]].astype(np.float32)
+    top = z.max(axis=1)
+    lse = (top + np.log(np.exp(z - top[:, None]).sum(axis=1))).astype(np.float32)
+    with np.errstate(divide="ignore"):
+        return made(chosen, lse, rounded)
+
+
+_SUMS: Final[tuple[tuple[str, Callable[[F32, F32, Rounding], Logprobs]], ...]] = (
+    ("the log-sum-exp", lambda chosen, lse, to: chosen - to(lse)),
+    ("logit and log-sum-exp", lambda chosen, lse, to: to(chosen) - to(lse)),
+    ("the probability", lambda chosen, lse, to: np.log(to(np.exp(chosen - lse)))),
+)
+
+
 def _to_bf16(x: F32) -> F32:
-    bits = x.view(np.uint32)
-    rounded: F32 = ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
-    return rounded
+    return widen(narrow(x))
 
 
 def _to_fp16(x: F32) -> F32:
     with np.errstate(over="ignore"):
         return x.astype(np.float16).astype(np.float32)
+
+
+def _to_tf32(x: F32) -> F32:
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded: F32 = ((bits + 0xFFF + ((bits >> 13) & 1)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return rounded
+
+
+_ROUNDINGS: Final[tuple[tuple[str, Rounding], ...]] = (("bf16", _to_bf16), ("fp16", _to_fp16), ("tf32", _to_tf32))

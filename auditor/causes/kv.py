@@ -1,76 +1,104 @@
-"""Keys and values that do not belong to these weights, or that were computed in other pieces.
+"""Keys and values that do not belong to these weights, or to these tokens.
 
 A prefix cache, a paged block or an update of the weights in the middle of a generation leaves keys and values of older
-weights behind: what the response sees of its prefix is then not what its own weights would have computed.
+weights behind: what the response sees of its prefix is then not what its own weights would have computed. A block
+table that is wrong by one shows another block's.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 
-from auditor.causes.evidence import CERTAIN, HINT, Evidence, Suggestion, bits_hit, explained, worth_saying
+from auditor.causes.edits import Edit, edited
+from auditor.causes.evidence import HINT, Evidence, Suggestion
 from auditor.causes.oracle import Oracle, VersionUnavailable
+from auditor.causes.search import Candidate, Model, nearest, nearest_model, promising
 from auditor.compare import Logprobs
-from rl_kernel.reference.ops import F32, I32, Bits, Reference
+from rl_kernel.reference.model import Decoder
+from rl_kernel.reference.ops import I32, Bits, Reference
 
-_BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-_VERSIONS_TRIED = 3
+Kv = tuple[Bits, Bits]
 
-
-@dataclass(frozen=True, slots=True)
-class RecordKv(Reference):
-    """The reference, keeping each layer's keys and values."""
-
-    layers: list[tuple[Bits, Bits]] = field(default_factory=list)
-
-    def attention(self, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> tuple[Bits, F32, F32]:
-        """As the reference's."""
-        self.layers.append((k.copy(), v.copy()))
-        return Reference.attention(self, q, k, v, cu_q, cu_k)
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignKv(Reference):
-    """The reference on keys and values of which the first `prefix` tokens are replaced, layer by layer."""
-
-    layers: list[tuple[Bits, Bits]] = field(default_factory=list)
-    prefix: int = 0
-
-    def attention(self, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> tuple[Bits, F32, F32]:
-        """As the reference's, on one sequence."""
-        old_k, old_v = self.layers.pop(0)
-        k, v = k.copy(), v.copy()
-        k[: self.prefix], v[: self.prefix] = old_k[: self.prefix], old_v[: self.prefix]
-        return Reference.attention(self, q, k, v, cu_q, cu_k)
+_BLOCKS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_SIZES: Final = (16, 32, 64, 8)
+_MOST_BLOCKS: Final = 8
+_VERSIONS_TRIED: Final = 3
 
 
 def stale_kv(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """Keys and values of an older version up to some token, the named weights after it."""
-    stated, window = evidence.record.weight_version, oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    older = sorted((version for version in oracle.versions if version < stated), reverse=True)[:_VERSIONS_TRIED]
-    best: tuple[float, str] | None = None
-    for version in older:
+    """Keys and values of an older version up to some token, or in one block, the named weights after it."""
+    if best := nearest(evidence, oracle, _of_older_versions(evidence, oracle)):
+        yield best
+
+
+def _of_older_versions(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    stated = evidence.record.weight_version
+    older = sorted((version for version in oracle.versions if version < stated), reverse=True)
+    for version in dict.fromkeys([*older[:_VERSIONS_TRIED], *older[-1:]]):
         try:
-            layers, old = _record(oracle, version)
+            layers, old = _record(oracle, oracle.version(version))
         except VersionUnavailable:
             continue
-        for prefix in _prefixes(evidence, oracle, old):
-            predicted = _with_prefix(oracle, layers, old, prefix)
-            score = explained(found, truth, predicted, active)
-            if worth_saying(score) and (best is None or score > best[0]):
-                hit = bits_hit(found, predicted, active)
-                best = (
-                    score,
-                    f"keys and values of the first {prefix} tokens are those of weight version {version}; {hit}",
-                )
-            if best is not None and best[0] >= CERTAIN:
-                yield Suggestion("stale_kv", *best)
-                return
-    if best is not None:
-        yield Suggestion("stale_kv", *best)
+        for first, last in _spans(evidence, oracle, old):
+            decoder = _with_keys(oracle.decoder, layers, first, last)
+            if first and not promising(evidence, oracle, decoder):
+                continue
+            new = oracle.logprobs(decoder)
+            predicted = np.where(oracle.rows < last, old, new).astype(np.float32) if first == 0 else new
+            name = f"keys and values of tokens {first} to {last - 1} of weight version {version}"
+            yield "stale_kv", name, predicted
+
+
+def lost_blocks(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """A block of keys and values that holds nothing, or what a neighbouring block holds."""
+    if best := nearest_model(evidence, oracle, _wrong_blocks(evidence, oracle)):
+        yield best
+
+
+def _wrong_blocks(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
+    for first, last in _blocks(evidence, oracle):
+        for name, source in _sources(first, last):
+            edit = Edit("attention", _replaced(first, last, source))
+            yield Model.of(
+                oracle.decoder, "kv_boundary", f"keys and values of tokens {first} to {last - 1} {name}", edit
+            )
+
+
+def _sources(first: int, last: int) -> Iterator[tuple[str, int | None]]:
+    """What stands in a block's place, and where that begins; None is nothing."""
+    yield "set to zero", None
+    if first:
+        yield "that are those of the block before", first - (last - first)
+    yield "that are those of the block after", last
+    for by in (-1, 1):
+        yield f"that are those {abs(by)} token {'before' if by < 0 else 'after'}", first + by
+
+
+def _replaced(first: int, last: int, source: int | None) -> Callable[..., Any]:
+    def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        end = min(last, len(k))
+        taken = None if source is None else np.clip(np.arange(source, source + end - first), 0, len(k) - 1)
+        new_k, new_v = k.copy(), v.copy()
+        for new, cache in ((new_k, k), (new_v, v)):
+            new[first:end] = 0 if taken is None else cache[taken]
+        return plain.attention(q, new_k, new_v, cu_q, cu_k)
+
+    return attention
+
+
+def _blocks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[int, int]]:
+    """Where the first value goes wrong; else the blocks of the prompt."""
+    begins = evidence.begins
+    if begins is not None:
+        for size in _SIZES:
+            for start in dict.fromkeys((begins, begins + 1, begins - size, begins + 1 - size)):
+                if start >= 0:
+                    yield start, start + size
+        return
+    for size in _SIZES[:1] if oracle.prompt_len >= _SIZES[0] else _SIZES[3:]:
+        for start in range(0, min(oracle.prompt_len, _MOST_BLOCKS * size), size):
+            yield start, start + size
 
 
 def boundary(evidence: Evidence) -> Iterator[Suggestion]:
@@ -94,29 +122,40 @@ def boundary(evidence: Evidence) -> Iterator[Suggestion]:
     )
 
 
-def _record(oracle: Oracle, version: int) -> tuple[list[tuple[Bits, Bits]], Logprobs]:
-    """Keys and values of the whole window under an older version, and what that version would report."""
-    decoder = oracle.version(version)
-    recorder = RecordKv(**_settings(decoder.reference))
-    hidden = oracle.hidden(replace(decoder, reference=recorder))
-    return recorder.layers, oracle.from_logits(oracle.head(decoder, hidden[oracle.rows]))
+def _record(oracle: Oracle, decoder: Decoder) -> tuple[list[Kv], Logprobs]:
+    """Keys and values of the whole window under another version, and what that version would report."""
+    layers: list[Kv] = []
+
+    def keep(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        layers.append((k.copy(), v.copy()))
+        return plain.attention(q, k, v, cu_q, cu_k)
+
+    return layers, oracle.logprobs(edited(decoder, Edit("attention", keep)))
 
 
-def _with_prefix(oracle: Oracle, layers: list[tuple[Bits, Bits]], old: Logprobs, prefix: int) -> Logprobs:
-    foreign = ForeignKv(**_settings(oracle.decoder.reference), layers=list(layers), prefix=prefix)
-    new = oracle.logprobs(oracle.with_reference(foreign))
-    return np.where(oracle.rows < prefix, old, new).astype(np.float32)
+def _with_keys(decoder: Decoder, layers: Sequence[Kv], first: int, last: int) -> Decoder:
+    """The decoder with the given keys and values of tokens first..last, layer by layer."""
+
+    def of_layer(foreign: Kv) -> Callable[..., Any]:
+        def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+            k, v = k.copy(), v.copy()
+            k[first:last], v[first:last] = (cache[first:last][: len(k[first:last])] for cache in foreign)
+            return plain.attention(q, k, v, cu_q, cu_k)
+
+        return attention
+
+    return edited(decoder, *(Edit("attention", of_layer(kv)).at((at, 0)) for at, kv in enumerate(layers)))
 
 
-def _prefixes(evidence: Evidence, oracle: Oracle, old: Logprobs) -> list[int]:
-    """Where a stale prefix may end: the prompt, its last whole block, or the first token that is not the old one's."""
+def _spans(evidence: Evidence, oracle: Oracle, old: Logprobs) -> Iterator[tuple[int, int]]:
+    """Where a stale prefix may end: the prompt, its last whole block, or the first token that is not the old one's.
+
+    Or one stale block of the prompt.
+    """
     prompt = oracle.prompt_len
-    candidates = [prompt - 1, prompt, *((prompt - 1) // block * block for block in (16, 64))]
+    ends = [prompt - 1, prompt, *((prompt - 1) // block * block for block in (16, 64))]
     new = np.flatnonzero(evidence.found[oracle.window].view(np.uint32) != old.view(np.uint32))
     if new.size and new[0] > 0:
-        candidates.append(int(oracle.rows[new[0]]))
-    return [prefix for prefix in dict.fromkeys(candidates) if 0 < prefix < len(oracle.tokens)]
-
-
-def _settings(reference: Reference) -> dict[str, Any]:
-    return {f.name: getattr(reference, f.name) for f in fields(Reference)}
+        ends.append(int(oracle.rows[new[0]]))
+    yield from ((0, end) for end in dict.fromkeys(ends) if 0 < end < len(oracle.tokens))
+    yield from ((first, last) for first, last in _blocks(evidence, oracle) if first > 0)

@@ -17,7 +17,9 @@ from auditor.causes.oracle import Oracle
 _ROWS: Final = 48  # rows of which every token's value is computed
 _ENOUGH: Final = 0.9
 _LEAST: Final = 8
-_RUNS: Final = 12  # pieces that an order may have; beyond that it is none
+_BESIDE: Final = 4  # tokens away
+_RUNS: Final = 12  # pieces of an order that are told
+_SLICE: Final = 6  # tokens that a slice has at least
 _NEAR: Final = 1
 
 
@@ -34,10 +36,16 @@ def value_order(evidence: Evidence) -> Iterator[Suggestion]:
     lag = origin - np.arange(len(found))
     known = np.flatnonzero(origin >= 0)
     starts = [int(known[0]), *(int(at) for before, at in pairwise(known) if lag[at] != lag[before])]
-    if not 2 <= len(starts) <= _RUNS:
+    if len(starts) < 2:
         return  # one lag for all is another cause's
-    pieces = ", ".join(f"from {at} those of {int(origin[at])} on" for at in starts)
-    exact = origin.min() >= 0
+    exact = bool(origin.min() >= 0)
+    by = int(lag[moved][0])
+    if abs(by) <= _BESIDE and (lag[moved] == by).all():
+        where = f"{abs(by)} {'before' if by < 0 else 'after'}"
+        said = f"{int(moved.sum())} values are those of the token {where}, the others right"
+        yield Suggestion("off_by_one", IN_PART if exact else STRONG, said)
+        return
+    pieces = ", ".join(f"from {at} those of {int(origin[at])} on" for at in starts[:_RUNS])
     cut = _slices(evidence, starts, origin)
     over = f"at the edges of {cut} slices of the sequence" if cut else f"in {len(starts)} pieces"
     yield Suggestion(
@@ -79,7 +87,7 @@ def _slices(evidence: Evidence, starts: list[int], origin: np.ndarray) -> int:
     total, prompt = len(evidence.rollout.tokens), evidence.rollout.prompt_len
     places = np.array([*starts, *(int(origin[at]) for at in starts)]) + prompt
     inner = places[places > prompt]
-    for parts in (2, 4, 8, 16):
+    for parts in (parts for parts in (2, 4, 8, 16) if total >= _SLICE * parts):
         edges = np.round(np.arange(parts + 1) * total / parts)
         if (np.abs(inner[:, None] - edges[None, :]).min(axis=1) <= _NEAR).all():
             return parts

@@ -1,32 +1,29 @@
 """Off by one: at the cut between prompt and response, in a chat template, in the row that a token is looked up in."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from auditor.causes.evidence import (
-    CERTAIN,
-    HINT,
-    STRONG,
-    Evidence,
-    Suggestion,
-    bits_hit,
-    correlation,
-    explained,
-    worth_saying,
-)
+from auditor.causes.evidence import CERTAIN, HINT, STRONG, Evidence, Suggestion, correlation
 from auditor.causes.oracle import Oracle
+from auditor.causes.search import Candidate, nearest
 
 _LEAST = 12
+_FARTHEST = 16  # tokens that equal bits are looked for away
+_ALIKE = 3  # tokens that resemblance is looked for away
 
 
 def shifted_values(evidence: Evidence) -> Iterator[Suggestion]:
     """The side's values are the reference's, one or a few tokens away."""
     found, truth = evidence.found, evidence.truth
-    for lag in (1, -1, 2, -2, 3, -3):
+    for lag in (lag for size in range(1, _FARTHEST + 1) for lag in (size, -size)):
         if len(found) <= abs(lag) + 3:
             continue
         near, far = (found[lag:], truth[:-lag]) if lag > 0 else (found[:lag], truth[-lag:])
+        edge = slice(None, lag) if lag > 0 else slice(lag, None)
+        if found[edge].tobytes() == truth[edge].tobytes():
+            continue  # what is right at the edge has not moved
         equal = int((near.view(np.uint32) == far.view(np.uint32)).sum())
         direction = "later" if lag > 0 else "earlier"
         if equal >= 0.9 * len(near):
@@ -37,7 +34,7 @@ def shifted_values(evidence: Evidence) -> Iterator[Suggestion]:
             )
             return
         here, there = correlation(found, truth), correlation(near, far)
-        if there > 0.9 and there > here + 0.3:
+        if abs(lag) <= _ALIKE and there > 0.9 and there > here + 0.3:
             yield Suggestion(
                 "off_by_one",
                 HINT + 0.2,
@@ -78,24 +75,23 @@ def shifted_from_a_point(evidence: Evidence) -> Iterator[Suggestion]:
 
 def wrong_row(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """The right token in the wrong row of logits, or the wrong token in the right row."""
-    window, truth = oracle.window, evidence.truth[oracle.window]
-    found, active = evidence.found[window], evidence.active[window]
-    last = len(oracle.tokens) - 1
-    inner = active.copy()
-    inner[[0, -1]] = False  # beyond the ends of the window there is no row or token to look at
-    best: tuple[float, str] | None = None
-    likeliest = oracle.own_logits[:, : oracle.decoder.config.vocab].argmax(axis=1)
-    for name, rows, targets in (
-        ("the row after its own", np.minimum(oracle.rows + 1, last), oracle.targets),
-        ("the row before its own", np.maximum(oracle.rows - 1, 0), oracle.targets),
-        ("its row, where the likeliest token is taken", oracle.rows, likeliest),
-        ("its row with the token before", oracle.rows, oracle.tokens[oracle.rows]),
-        ("its row with the token after", oracle.rows, oracle.tokens[np.minimum(oracle.rows + 2, last)]),
+    inner = evidence.active.copy()
+    inner[[oracle.window.start, oracle.window.stop - 1]] = (
+        False  # beyond the window there is no row or token to look at
+    )
+    if best := nearest(replace(evidence, active=inner), oracle, _wrong_rows(oracle)):
+        yield best
+
+
+def _wrong_rows(oracle: Oracle) -> Iterator[Candidate]:
+    last, targets = len(oracle.tokens) - 1, oracle.targets
+    for by in (1, -1, 2, -2):
+        rows = np.clip(oracle.rows + by, 0, last)
+        name = f"each token in the row {abs(by)} {'after' if by > 0 else 'before'} its own"
+        yield "off_by_one", name, oracle.from_logits(oracle.logits(rows), targets=targets)
+    for name, others in (
+        ("the likeliest token in each row", oracle.own_logits[:, : oracle.decoder.config.vocab].argmax(axis=1)),
+        ("the token before in each row", oracle.tokens[oracle.rows]),
+        ("the token after in each row", oracle.tokens[np.minimum(oracle.rows + 2, last)]),
     ):
-        logits = oracle.own_logits if rows is oracle.rows else oracle.logits(rows)
-        predicted = oracle.from_logits(logits, targets=targets)
-        score = explained(found, truth, predicted, inner)
-        if worth_saying(score) and (best is None or score > best[0]):
-            best = (score, f"each token is looked up in {name}: {bits_hit(found, predicted, inner)}")
-    if best is not None:
-        yield Suggestion("off_by_one", *best)
+        yield "off_by_one", name, oracle.from_logits(oracle.own_logits, targets=others)

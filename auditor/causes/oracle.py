@@ -22,6 +22,7 @@ from rl_kernel.reference.ops import Bits, Reference
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
 
 
 class OutOfBudget(Exception):
@@ -49,7 +50,7 @@ class Oracle:
         window: tuple[int, int],
         versions: Sequence[int] = (),
         load: Callable[[int], Decoder] | None = None,
-        budget: float = 384,
+        budget: float = 512,
         seconds: float = math.inf,
     ) -> None:
         self.decoder = decoder
@@ -57,6 +58,8 @@ class Oracle:
         self.temperature = temperature
         self.window = slice(*window)
         self.versions = tuple(versions)
+        # Cause, name and values of what was predicted so far, for whichever explains a part only.
+        self.said: list[tuple[str, str, Logprobs]] = []
         self._load = load
         self._budget = budget
         self._deadline = time.monotonic() + seconds
@@ -134,16 +137,12 @@ class Oracle:
         if self._budget <= 0 or time.monotonic() > self._deadline:
             raise OutOfBudget
 
-    def with_positions(self, positions: F64) -> Decoder:
-        """The decoder as if token i stood at positions[i], which need not be whole; float64 [N]."""
-        return self.with_frequencies(_frequencies(self.decoder), positions)
-
-    def with_frequencies(self, frequencies: F64, positions: F64 | None = None, length: float = 1.0) -> Decoder:
-        """The decoder with other rotary frequencies, float64 [head_dim / 2]; `length` multiplies cosine and sine."""
-        where = np.arange(len(self.tokens), dtype=np.float64) if positions is None else positions
-        angle = where[:, None] * frequencies[None, :]
-        cos, sin = ((length * part).astype(np.float32) for part in (np.cos(angle), np.sin(angle)))
-        return replace(self.decoder, rope=(cos, sin))
+    @cached_property
+    def frequencies(self) -> F64:
+        """Rotary frequencies that the weights' config names, float64 [head_dim / 2]."""
+        dim = self.decoder.config.head_dim
+        powers = np.float64(self.decoder.config.rope_theta) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+        return np.asarray(powers)
 
     def with_reference(self, reference: Reference) -> Decoder:
         """The decoder on other ops."""
@@ -152,14 +151,3 @@ class Oracle:
     def with_segments(self, segments: int) -> Decoder:
         """The decoder with its row-parallel sums cut in another number of parts."""
         return replace(self.decoder, contract=model_contract(self.decoder.contract.profile.name, segments=segments))
-
-
-def own_frequencies(decoder: Decoder) -> F64:
-    """Rotary frequencies that the weights' config names, float64 [head_dim / 2]."""
-    return _frequencies(decoder)
-
-
-def _frequencies(decoder: Decoder) -> F64:
-    dim = decoder.config.head_dim
-    frequencies: F64 = np.float64(decoder.config.rope_theta) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-    return frequencies

@@ -1,84 +1,94 @@
 """Another order of summation: split-K, a batch-dependent kernel, another tree. Small, flat, everywhere."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import numpy as np
 
-from auditor.causes.evidence import CERTAIN, Evidence, Suggestion, bits_hit, explained, worth_saying
+from auditor.causes.edits import Edit, edited
+from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import Oracle
-from rl_kernel.reference.model import Decoder
-from rl_kernel.reference.ops import F32, Bits, Reference
+from auditor.causes.search import Model, nearest_model
+from rl_kernel.reference.ops import F32, Bits, Reference, narrow, widen
 
-_PARTS = (2, 4, 8, 16)
-_LAST_BITS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class SplitK(Reference):
-    """The reference with every product cut along K where it divides, as GPU libraries do it for few rows."""
-
-    parts: int = 1
-
-    @classmethod
-    def like(cls, reference: Reference, parts: int) -> "SplitK":
-        """`reference` with its products cut in `parts`."""
-        return cls(**{field.name: getattr(reference, field.name) for field in fields(Reference)}, parts=parts)
-
-    def gemm(self, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
-        """As the reference's, in `parts` segments."""
-        return Reference.gemm(self, x, w, segments=self._cut(w, segments))
-
-    def gemm_fp32(self, x: Bits, w: Bits, *, segments: int = 1) -> F32:
-        """As the reference's, in `parts` segments."""
-        return Reference.gemm_fp32(self, x, w, segments=self._cut(w, segments))
-
-    def _cut(self, w: Bits, segments: int) -> int:
-        return self.parts if w.shape[1] % self.parts == 0 else segments
+_PARTS: Final = (2, 4, 8, 16)
+_ODD_PARTS: Final = (3, 6, 5, 32)
+_LARGEST: Final = 1.0
+_ROWS: Final = 16
 
 
 def split_sums(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """Row-parallel sums in another number of parts than the contract's, or every product cut along K."""
-    if np.abs(evidence.delta).max() > 1.0:
+    """Row-parallel sums in another number of parts, products cut along K, parts or results rounded on the way."""
+    if np.abs(evidence.delta).max() > _LARGEST:
         return
-    window = oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    best: tuple[float, str] | None = None
-    for name, decoder in _variants(oracle):
-        predicted = oracle.logprobs(decoder)
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best[0]):
-            best = (score, f"the values are those of {name}; {bits_hit(found, predicted, active)}")
-            if score >= CERTAIN:
-                break
-    if best is not None:
-        yield Suggestion("reduction_order", best[0], best[1])
+    if best := nearest_model(evidence, oracle, _models(oracle)):
+        yield best
 
 
-def flat_last_bits(evidence: Evidence) -> Iterator[Suggestion]:
-    """Small differences at many tokens, of both signs, that neither grow nor cluster."""
-    delta = evidence.delta[evidence.active]
-    differing = delta[delta != 0.0]
-    if differing.size == 0 or np.abs(delta).max() > 0.25 or np.median(np.abs(differing)) > _LAST_BITS:
-        return
-    both_signs = min((differing > 0).mean(), (differing < 0).mean()) > 0.1
-    halves = [np.abs(half).mean() for half in np.array_split(delta, 2)]
-    flat = max(halves) < 4.0 * max(min(halves), 1e-12)
-    score = 0.3 + 0.1 * both_signs + 0.1 * flat + 0.05 * (differing.size > 0.5 * delta.size)
-    yield Suggestion(
-        "reduction_order",
-        score,
-        f"{differing.size} of {delta.size} tokens differ, by {np.median(np.abs(differing)):.3g} in the median and"
-        f" {np.abs(delta).max():.3g} at most, {'of both signs' if both_signs else 'mostly of one sign'}, "
-        + ("evenly along the response" if flat else "unevenly along the response"),
-    )
+def rounding_noise(oracle: Oracle) -> float:
+    """Median difference that parts rounded to bf16 before their sum make: about as much as any order of sums does."""
+    rows = np.arange(len(oracle.rows))[-_ROWS:]
+    noisy = oracle.logprobs_of_rows(edited(oracle.decoder, Edit("gemm", _rounded(2))), rows)
+    own = oracle.from_logits(oracle.own_logits[rows], targets=oracle.targets[rows])
+    return float(np.median(np.abs(noisy.astype(np.float64) - own)))
 
 
-def _variants(oracle: Oracle) -> Iterator[tuple[str, Decoder]]:
-    own = oracle.decoder.contract.segments
+def _models(oracle: Oracle) -> Iterator[Model]:
+    decoder, own = oracle.decoder, oracle.decoder.contract.segments
     for parts in (1, *_PARTS):
         if parts != own:
-            yield f"o_proj and down_proj summed in {parts} parts, not the contract's {own}", oracle.with_segments(parts)
-    for parts in _PARTS:
-        split = SplitK.like(oracle.decoder.reference, parts)
-        yield f"every product summed in {parts} parts", oracle.with_reference(split)
+            name = f"o_proj and down_proj summed in {parts} parts, not the contract's {own}"
+            yield Model("reduction_order", name, oracle.with_segments(parts))
+    for parts in (*_PARTS, *_ODD_PARTS):
+        name, edit = f"every product summed in {parts} parts", Edit("gemm", _split(parts))
+        yield Model.of(decoder, "reduction_order", name, edit)
+    for parts in dict.fromkeys((own, 2, 4, 8)):
+        name, edit = (
+            f"{parts} parts of o_proj and down_proj rounded before they are added",
+            Edit("gemm", _rounded(parts)),
+        )
+        yield Model.of(decoder, "reduction_order", name, edit)
+    yield Model.of(decoder, "reduction_order", "products of the local BLAS", Edit("gemm", _native))
+    yield Model.of(decoder, "reduction_order", "norms rounded before their weights", Edit("rms_norm", _norm_in_steps))
+    yield Model.of(decoder, "reduction_order", "SiLU rounded before the product", Edit("swiglu", _swiglu_in_steps))
+
+
+def _split(parts: int) -> Callable[..., Any]:
+    """Cut along K where it divides, as GPU libraries do it for few rows."""
+
+    def gemm(plain: Reference, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
+        return plain.gemm(x, w, segments=parts if w.shape[1] % parts == 0 else segments)
+
+    return gemm
+
+
+def _rounded(parts: int) -> Callable[..., Any]:
+    """As by an all-reduce in bf16, one rank after the other."""
+
+    def gemm(plain: Reference, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
+        if segments == 1 or x.shape[1] % parts:
+            return plain.gemm(x, w, segments=segments)
+        size = x.shape[1] // parts
+        cuts = range(0, x.shape[1], size)
+        total, *rest = (widen(plain.gemm(x[:, i : i + size].copy(), w[:, i : i + size].copy())) for i in cuts)
+        for part in rest:
+            total = widen(narrow(total + part))
+        return narrow(total)
+
+    return gemm
+
+
+def _native(plain: Reference, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
+    return narrow(widen(x) @ widen(w).T)
+
+
+def _norm_in_steps(plain: Reference, x: Bits, w: Bits, eps: float) -> Bits:
+    one = np.full_like(w, narrow(np.ones(1, np.float32))[0])
+    return narrow(widen(plain.rms_norm(x, one, eps)) * widen(w))
+
+
+def _swiglu_in_steps(plain: Reference, x: Bits) -> Bits:
+    gate, up = np.split(x, 2, axis=1)
+    one = np.full_like(up, narrow(np.ones(1, np.float32))[0])
+    silu: F32 = widen(plain.swiglu(np.concatenate([gate, one], axis=1)))
+    return narrow(silu * widen(up))

@@ -5,8 +5,9 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import Evidence, Suggestion, explained, worth_saying
+from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import F64, Oracle
+from auditor.causes.search import nearest
 from auditor.compare import Logprobs
 
 _RANKS: Final = (2, 4, 8)
@@ -15,15 +16,9 @@ _PADDED_TO: Final = (64, 128)
 
 def one_shard(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """The reference's logits, normalised or looked up on one rank only."""
-    window = oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    best: Suggestion | None = None
     z = oracle.own_logits[:, : oracle.decoder.config.vocab].astype(np.float64) / oracle.temperature
-    for name, predicted in _mistakes(z, oracle.targets):
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best.score):
-            best = Suggestion("vocabulary", score, f"the values are those of {name}")
-    if best is not None:
+    mistakes = (("vocabulary", name, values) for name, values in _mistakes(z, oracle.targets))
+    if best := nearest(evidence, oracle, mistakes):
         yield best
 
 

@@ -1,32 +1,41 @@
 """The causes in the order in which they are tried, cheap before dear, and the ranking of what they say."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Final
 
 from auditor.causes.altered import altered_weights
 from auditor.causes.context import cut_in_front, more_in_front, part_of_the_prompt
 from auditor.causes.context_parallel import slice_edges
-from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
+from auditor.causes.evidence import IN_PART, Evidence, Suggestion
 from auditor.causes.filler import filler
-from auditor.causes.head import low_precision_head, low_precision_sum, low_precision_values
-from auditor.causes.kv import boundary, stale_kv
-from auditor.causes.logits import logit_processor, tokens_forbidden
+from auditor.causes.head import low_precision_head, low_precision_values
+from auditor.causes.kv import boundary, lost_blocks, stale_kv
+from auditor.causes.logits import logit_processor
 from auditor.causes.lookup import other_token, value_order
 from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
 from auditor.causes.nonfinite import nonfinite
 from auditor.causes.oracle import Oracle, OutOfBudget
-from auditor.causes.reduction import flat_last_bits, split_sums
-from auditor.causes.rope import grows_with_position, padded_positions, rope
+from auditor.causes.patterns import flat_last_bits, other_weights, trend
+from auditor.causes.pieces import Piece, largest_piece, together
+from auditor.causes.precision import low_precision
+from auditor.causes.reduction import rounding_noise, split_sums
+from auditor.causes.rope import padded_positions, rope
 from auditor.causes.routing import other_experts
+from auditor.causes.seen import attention_mask
 from auditor.causes.shards import one_shard
+from auditor.causes.softmax import tokens_forbidden, touched_tokens
 from auditor.causes.temperature import temperature
 from auditor.causes.transform import unrelated_values, value_transform
 from auditor.causes.truncation import truncation
 from auditor.causes.variants import other_model
-from auditor.causes.weights import half_updated_weights, other_weights, stale_weights
+from auditor.causes.weights import mixed_weights, stale_weights
 
 Read = Callable[[Evidence], Iterator[Suggestion]]
 Compute = Callable[[Evidence, Oracle], Iterator[Suggestion]]
+Pattern = Callable[[Evidence, float | None], Iterator[Suggestion]]
+
+_PIECES: Final = 4
 
 # Read off the values alone.
 READ: Final[tuple[Read, ...]] = (
@@ -41,30 +50,32 @@ READ: Final[tuple[Read, ...]] = (
     other_experts,
     slice_edges,
     boundary,
-    grows_with_position,
     tokens_forbidden,
-    flat_last_bits,
-    other_weights,
 )
+# What it looks like where nothing was found.
+LOOKS_LIKE: Final[tuple[Pattern, ...]] = (flat_last_bits, other_weights, trend)
 # Computed by the reference; what is common and cheap first, for time may run out on a large model.
 COMPUTED: Final[tuple[Compute, ...]] = (
     temperature,
     low_precision_head,
-    low_precision_sum,
     wrong_row,
     other_token,
     truncation,
     one_shard,
     stale_weights,
+    touched_tokens,
     logit_processor,
     split_sums,
     stale_kv,
+    attention_mask,
     cut_in_front,
     more_in_front,
     part_of_the_prompt,
-    half_updated_weights,
+    mixed_weights,
+    low_precision,
     other_model,
     rope,
+    lost_blocks,
     altered_weights,
     padded_positions,
 )
@@ -79,8 +90,13 @@ def diagnose(evidence: Evidence, oracle: Oracle | None) -> tuple[Suggestion, ...
     if not evidence.differs.any():
         return ()
     found = [suggestion for read in READ for suggestion in read(evidence)]
-    if oracle is not None and not _certain(found):
+    if oracle is not None and not _settled(found):
         found += _computed(evidence, oracle)
+        if not _settled(found):
+            found += _in_pieces(evidence, oracle)
+    if not _settled(found):
+        noise = None if oracle is None else _noise(oracle)
+        found += [suggestion for looks_like in LOOKS_LIKE for suggestion in looks_like(evidence, noise)]
     return ranked(found)
 
 
@@ -98,12 +114,36 @@ def _computed(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
     try:
         for compute in COMPUTED:
             found += compute(evidence, oracle)
-            if _certain(found):
+            if _settled(found):
                 break
     except OutOfBudget:
         return found
     return found
 
 
-def _certain(suggestions: list[Suggestion]) -> bool:
-    return any(suggestion.score >= CERTAIN for suggestion in suggestions)
+def _in_pieces(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
+    """What is left of a side when the piece that one prediction is right of is taken away, looked at by itself."""
+    pieces: list[Piece] = []
+    rest = evidence
+    while len(pieces) < _PIECES and (piece := largest_piece(rest, oracle)):
+        pieces.append(piece)
+        rest = replace(rest, active=rest.active & ~piece.rows)
+        if not rest.differs.any():
+            return [together(pieces)]
+        if not largest_piece(rest, oracle):
+            found = [suggestion for read in READ for suggestion in read(rest)] + _computed(rest, oracle)
+            if _settled(found):
+                return [max(found, key=lambda suggestion: suggestion.score), together(pieces)]
+    return [together(pieces)] if pieces else []
+
+
+def _noise(oracle: Oracle) -> float | None:
+    try:
+        return rounding_noise(oracle)
+    except OutOfBudget:
+        return None
+
+
+def _settled(suggestions: list[Suggestion]) -> bool:
+    """Whether one is right wherever the side is wrong, which nothing could explain better."""
+    return any(suggestion.score >= IN_PART for suggestion in suggestions)

@@ -1,6 +1,6 @@
-"""Values that are a function of the right ones: another base, a sign, probabilities for logarithms, a clamp.
+"""Values made of the right ones: another base, a sign, probabilities for logarithms, a clamp, a mean, fewer digits.
 
-Or no function of them at all: those of another sample.
+Or of no kinship with them at all: those of another sample.
 """
 
 from collections.abc import Iterator
@@ -11,38 +11,57 @@ import numpy as np
 from auditor.causes.evidence import HINT, IN_PART, STRONG, Evidence, Suggestion, correlation
 
 _LEAST: Final = 12
+_REACH: Final = 3  # tokens on each side that a mean is taken over
 _MORE_THAN_ROUNDING: Final = 0.01
+
+Said = tuple[float, str]
+NOTHING: Final[Said] = (0.0, "")
+
 _BASES: Final = {1 / np.log(2.0): "logarithms of base 2", 1 / np.log(10.0): "logarithms of base 10", -1.0: "negated"}
 
 
 def value_transform(evidence: Evidence) -> Iterator[Suggestion]:
-    """A limit that values do not pass, sums over tokens, or values in the order of the right ones and far from them."""
+    """A limit that values do not pass, a function of each value, a mixture of several."""
     found, truth = _finite(evidence)
     if found.size < _LEAST:
         return
-    said = _limited(found, truth) or _summed(found, truth)
-    if said:
-        yield Suggestion("value_transform", STRONG, said)
+    if said := _limited(found, truth) or _one_value(found, truth):
+        yield Suggestion("value_transform", STRONG + 0.05, said)
         return
-    if said := _shifted(found, truth):
-        # Mass that a filter left out may be much the same everywhere; what is added to a probability is not.
-        yield Suggestion("value_transform", IN_PART if said.endswith("probability") else STRONG, said)
-        return
+    for score, said in (
+        _in_digits(found, truth),
+        _shifted(found, truth),
+        *_of_each(found, truth),
+        _mixed(found, truth),
+    ):
+        if said:
+            yield Suggestion("value_transform", score, said)
+            return
+
+
+def _of_each(found: np.ndarray, truth: np.ndarray) -> Iterator[Said]:
+    """Values in the order of the right ones and far from them, all of them or wherever they are wrong."""
+    wrong = found != truth
+    for part in (np.ones(len(found), np.bool_), wrong):
+        if part.sum() >= _LEAST:
+            score, said = _function(found[part], truth[part])
+            yield score, said + ("" if part.all() else f", at {int(part.sum())} tokens of {part.size}") if said else ""
+
+
+def _function(found: np.ndarray, truth: np.ndarray) -> Said:
     if np.median(np.abs(found - truth) / np.maximum(np.abs(truth), 1e-3)) < _MORE_THAN_ROUNDING:
-        return
+        return NOTHING
     steps = np.diff(found[np.argsort(truth, kind="stable")])
     rising, falling = float((steps >= 0).mean()), float((steps <= 0).mean())
     if max(rising, falling) < 0.98 or len(np.unique(found)) < found.size // 3:
-        return
+        return NOTHING
     slope = float(found @ truth / (truth @ truth))
     straight = float(np.abs(found - slope * truth).max()) < 1e-3 * float(np.abs(found).max())
     name = next((text for factor, text in _BASES.items() if abs(slope - factor) < 1e-3 * abs(factor)), "")
     how = f"{slope:.5g} times the reference's" + (f", {name}" if name else "") if straight else "a function of them"
-    yield Suggestion(
-        "value_transform",
-        STRONG if straight else HINT + 0.2,
-        f"the {found.size} values are in the reference's order{' turned round' if falling > rising else ''}: {how}",
-    )
+    turned = " turned round" if falling > rising else ""
+    said = f"the {found.size} values are in the reference's order{turned}: {how}"
+    return (STRONG if straight else HINT + 0.2), said
 
 
 def _limited(found: np.ndarray, truth: np.ndarray) -> str:
@@ -60,23 +79,75 @@ def _limited(found: np.ndarray, truth: np.ndarray) -> str:
     return ""
 
 
-def _shifted(found: np.ndarray, truth: np.ndarray) -> str:
+def _shifted(found: np.ndarray, truth: np.ndarray) -> Said:
     """One number added to every value, or to every probability before its logarithm was taken."""
     for name, moved in (("value", found - truth), ("probability", np.exp(found) - np.exp(truth))):
         size = float(np.median(moved))
         noise = 4e-7 * (np.abs(truth) + 1.0 if name == "value" else np.exp(truth) * (np.abs(truth) + 1.0))
         if abs(size) > 8 * float(np.median(noise)) and (np.abs(moved - size) < 0.02 * abs(size) + noise).all():
-            return f"{size:+.4g} is added to every {name}"
-    return ""
+            # Mass that a filter left out may be much the same everywhere; what is added to a probability is not.
+            return (IN_PART if name == "probability" else STRONG), f"{size:+.4g} is added to every {name}"
+    return NOTHING
 
 
-def _summed(found: np.ndarray, truth: np.ndarray) -> str:
-    """Sums from the start, or means so far, instead of a value a token."""
+def _one_value(found: np.ndarray, truth: np.ndarray) -> str:
+    """The same everywhere, and one that sums the right ones up."""
+    if np.ptp(found) > 1e-5 * abs(float(found[0])):
+        return ""
+    sums = {
+        "mean": truth.mean(),
+        "sum": truth.sum(),
+        "median": np.median(truth),
+        "smallest": truth.min(),
+        "largest": truth.max(),
+    }
+    name = next((name for name, value in sums.items() if abs(value - found[0]) < 1e-3 * abs(value)), "")
+    return f"all {found.size} values are {found[0]:.5g}" + (f", the {name} of the reference's" if name else "")
+
+
+def _in_digits(found: np.ndarray, truth: np.ndarray) -> Said:
+    """Rounded or cut to some decimals, as when they were printed."""
+    for digits in range(7):
+        unit = 10.0**-digits
+        near = np.abs(found - np.round(found, digits)) < 2e-7 * (np.abs(found) + 1.0)
+        if (
+            near.all()
+            and (np.abs(found - truth) < 1.01 * unit).all()
+            and (np.abs(found - truth) > 2e-7 * np.abs(truth)).any()
+        ):
+            return STRONG, f"all values have at most {digits} decimals"
+    return NOTHING
+
+
+def _mixed(found: np.ndarray, truth: np.ndarray) -> Said:
+    """Each value a sum of right ones, or of the ones before it, with the same few weights everywhere."""
+    before = np.concatenate([[0.0], found[:-1]])
+    near = [np.roll(truth, lag) for lag in range(-_REACH, _REACH + 1)]
+    count = np.arange(1.0, len(truth) + 1.0)
     sums = np.cumsum(truth)
-    for name, guess in (("sums", sums), ("means", sums / np.arange(1, len(sums) + 1))):
-        if np.abs(found - guess).mean() < 1e-3 * np.abs(found - truth).mean():
-            return f"the values are the {name} of the reference's from the first token on"
-    return ""
+    bases = {
+        "sums from the first token on": [sums],
+        "means from the first token on": [sums / count],
+        "sums to the last token": [sums[-1] - sums + truth],
+        "values weighted with what was said before": [truth, before],
+        "weighted means of neighbours": near,
+        "values that a count of tokens multiplies": [truth * count, truth],
+        "values divided by a count of tokens": [truth / count],
+    }
+    inner = slice(_REACH, -_REACH)
+    size = float(np.abs(found - truth)[inner].mean())
+    for name, columns in bases.items():
+        matrix = np.stack(columns, axis=1)[inner]
+        weights = np.linalg.lstsq(matrix, found[inner], rcond=None)[0]
+        left = np.abs(matrix @ weights - found[inner]).mean()
+        if matrix.shape[0] > 2 * matrix.shape[1] and left < 1e-3 * size and left < 1e-4:
+            return STRONG, f"the values are {name}, with weights {', '.join(f'{w:.4g}' for w in weights)}"
+    usable = (found != 0.0).all() and (truth != 0.0).all()
+    ratios = np.log(np.abs(found / truth)) if usable else np.zeros(len(found))
+    trend = np.polyfit(count, ratios, 1)
+    if abs(trend[0]) > 1e-5 and np.abs(np.polyval(trend, count) - ratios).max() < 1e-4:
+        return STRONG, f"each value is {np.exp(trend[0]):.4g} times as large, beside the reference's, as the one before"
+    return NOTHING
 
 
 def unrelated_values(evidence: Evidence) -> Iterator[Suggestion]:

@@ -20,9 +20,12 @@ def truncation(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Whether one filter explains every token."""
     window = oracle.window
     found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    rows = np.flatnonzero(active & np.isfinite(found) & np.isfinite(truth))[:_ROWS]
-    lifted = found[rows].astype(np.float64) - truth[rows]
-    if rows.size < 4 or lifted.min() < -_TOLERANCE or (lifted > _TOLERANCE).sum() < max(3, rows.size // 3):
+    usable = active & np.isfinite(found) & np.isfinite(truth)
+    lifts = found.astype(np.float64) - truth
+    # A filter may hold for a part only; where it keeps all there is nothing to see.
+    rows = np.flatnonzero(usable & (np.abs(lifts) > _TOLERANCE))[:_ROWS]
+    lifted = lifts[rows]
+    if rows.size < 4 or lifted.min() < -_TOLERANCE:
         return
     descending = _descending(oracle, rows)
     mass = np.cumsum(descending, axis=1)

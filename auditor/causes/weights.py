@@ -1,139 +1,89 @@
-"""Other weights than the record names: stale by some versions, or never delivered at all."""
+"""Other weights than the record names: stale by some versions, never delivered, or delivered in part."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import (
-    CERTAIN,
-    IN_PART,
-    Evidence,
-    Suggestion,
-    bits_hit,
-    correlation,
-    explained,
-    worth_saying,
-)
+from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.mixture import Mixture
 from auditor.causes.oracle import Oracle, VersionUnavailable
-from auditor.causes.other_models import nearest_model
-from auditor.compare import Logprobs, Mask
-from rl_kernel.reference.model import Decoder
+from auditor.causes.search import Candidate, cosine, nearest
 
-_TRIED = 12
-_PIECES = 8  # stretches of one version each; more is no order of updates
-_MORE_THAN_ROUNDING = 0.05
-_FALLBACK = 0.4  # nothing was computed, and much else looks like it
-
-
-def other_weights(evidence: Evidence) -> Iterator[Suggestion]:
-    """Large differences everywhere, of both signs, on values that still resemble the reference's: another model."""
-    delta = evidence.delta[evidence.active]
-    differing = delta[delta != 0.0]
-    if differing.size < max(4, 0.9 * delta.size) or np.median(np.abs(differing)) < _MORE_THAN_ROUNDING:
-        return
-    alike = correlation(evidence.found, evidence.truth)
-    # Other weights make what was drawn less likely; a filter or a lower temperature makes it likelier.
-    if (differing < 0).mean() > 0.3:
-        yield Suggestion(
-            "other_weights",
-            _FALLBACK,
-            f"{differing.size} of {delta.size} tokens differ, by {np.median(np.abs(differing)):.3g} in the median,"
-            f" correlation with the reference {alike:.3f}: as with weights of which no version is known",
-        )
+_TRIED: Final = 12
+_ROWS: Final = 48  # wrong rows on which versions and their parts are told apart
+_LARGER: Final = 4.0  # times the effect of all of a version: what no part of it makes
+_IN_LINE: Final = 0.4  # cosine of a version's effect and the difference: where all tensors have moved by one share
 
 
 def stale_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """The weight version under which the reference gives what the side reports; the nearest ones are tried first."""
-    stated = evidence.record.weight_version
-    window = oracle.window
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    best: tuple[float, int, str] | None = None
-    said: dict[int, Logprobs] = {stated: truth}
-    others = [version for version in oracle.versions if version != stated]
-    nearest = sorted(others, key=lambda version: (abs(version - stated), version > stated))[:_TRIED]
-    first = min(oracle.versions, default=stated)
-    for version in dict.fromkeys([*nearest[:4], *([first] if first != stated else []), *nearest[4:]]):
-        try:
-            predicted = oracle.logprobs(oracle.version(version))
-        except VersionUnavailable:
-            continue
-        said[version] = predicted
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best[0]):
-            best = (score, version, bits_hit(found, predicted, active))
-            if score >= CERTAIN:
-                break
-    if (best is None or best[0] < IN_PART) and (pieces := _in_pieces(found, said, active)):
-        yield Suggestion(
-            "stale_weights", CERTAIN, f"the values are those of several versions, {pieces}; {stated} is stated"
-        )
-    elif best is not None:
-        score, version, hit = best
-        never = version == first and stated - version > 1
-        yield Suggestion(
-            "weights_never_delivered" if never else "stale_weights",
-            score,
-            f"the values are those of weight version {version}"
-            + (", the first one," if version == first else "")
-            + f" where {stated} is stated, {abs(stated - version)} {'behind' if version < stated else 'ahead'}; {hit}",
-        )
-
-
-def _in_pieces(found: Logprobs, said: dict[int, Logprobs], active: Mask) -> str:
-    """Which version each stretch of tokens is of, where every bit is one of theirs; else an empty string."""
-    whose = np.full(len(found), -1)
-    for version, predicted in said.items():
-        whose[(found.view(np.uint32) == predicted.view(np.uint32)) & (whose < 0)] = version
-    whose = whose[active]
-    starts = [0, *(at for at in range(1, len(whose)) if whose[at] != whose[at - 1])]
-    if (whose < 0).any() or not 2 <= len(starts) <= _PIECES:
-        return ""
-    return ", ".join(f"{int(whose[at])} from token {at} on" for at in starts)
-
-
-def half_updated_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """Some tensors of another version, the others of the one that is named: an update that was not whole."""
-    if best := nearest_model(evidence, oracle, _half_updated(evidence, oracle)):
+    if best := nearest(evidence, oracle, _versions(evidence, oracle)):
         yield best
 
 
-def _half_updated(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, str, Decoder]]:
-    """Cause, name and decoder of the stated version with a part of one of the two before it, or of the first."""
+def _versions(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     stated = evidence.record.weight_version
-    before = [version for version in sorted(oracle.versions, reverse=True) if version < stated]
-    for version in dict.fromkeys([*before[:2], *before[-1:]]):
+    others = [version for version in oracle.versions if version != stated]
+    near = sorted(others, key=lambda version: (abs(version - stated), version > stated))[:_TRIED]
+    first = min(oracle.versions, default=stated)
+    for version in dict.fromkeys([*near[:4], *([first] if first != stated else []), *near[4:]]):
         try:
-            old = oracle.version(version)
+            decoder = oracle.version(version)
         except VersionUnavailable:
             continue
-        never = version == before[-1] and version not in before[:2]
-        for name, is_old in _parts(oracle.decoder):
-            weights = {n: (old if is_old(n) else oracle.decoder).weights[n] for n in oracle.decoder.weights}
-            mixed = replace(oracle.decoder, weights=weights)
-            cause = "weights_never_delivered" if never else "stale_weights"
-            yield cause, f"version {stated} with {name} of version {version}", mixed
+        which = f"weight version {version}{', the first one,' if version == first else ''}"
+        away = f"{abs(stated - version)} {'behind' if version < stated else 'ahead'}"
+        name = f"{which} where {stated} is stated, {away}"
+        yield _cause(version, first, stated), name, oracle.logprobs(decoder)
 
 
-def _parts(decoder: Decoder) -> Iterator[tuple[str, Callable[[str], bool]]]:
-    """What an update leaves out: tensors outside the layers, of one kind in all layers, or layers from one on."""
-    layers = decoder.config.layers
+def _cause(version: int, first: int, stated: int) -> str:
+    return "weights_never_delivered" if version == first and stated - version > 1 else "stale_weights"
 
-    def layer_of(name: str) -> int:
-        parts = name.split(".")
-        return int(parts[2]) if parts[1] == "layers" else -1
 
-    yield "the embedding", lambda name: name == "model.embed_tokens.weight"
-    yield "the output layer", lambda name: name == "lm_head.weight"
-    yield "everything outside the layers", lambda name: layer_of(name) < 0
-    yield "all layers", lambda name: layer_of(name) >= 0
-    yield "the norms", lambda name: "norm" in name
-    for part, what in (("self_attn.", "attention"), ("mlp.", "the feed-forward part")):
-        yield f"{what} in all layers", lambda name, part=part: part in name  # type: ignore[misc]
-    kinds = sorted({name.split(".", 3)[3] for name in decoder.weights if name.startswith("model.layers.")})
-    for kind in kinds:
-        yield f"{kind.removesuffix('.weight')} in all layers", lambda name, kind=kind: name.endswith(kind)  # type: ignore[misc]
-    for cut in dict.fromkeys(max(1, round(layers * share)) for share in (0.5, 0.25, 0.75)):
-        yield f"everything after layer {cut - 1}", lambda name, cut=cut: not 0 <= layer_of(name) < cut  # type: ignore[misc]
-        yield f"layers from {cut} on", lambda name, cut=cut: layer_of(name) >= cut  # type: ignore[misc]
-        yield f"layers before {cut}", lambda name, cut=cut: 0 <= layer_of(name) < cut  # type: ignore[misc]
+def mixed_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """Some tensors, or one rank's part of all, of another version; or another share of what came since."""
+    if best := nearest(evidence, oracle, _mixtures(evidence, oracle)):
+        yield best
+
+
+def _mixtures(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    window, stated = oracle.window, evidence.record.weight_version
+    rows = np.flatnonzero(evidence.differs[window] & np.isfinite(evidence.found[window]))[:_ROWS]
+    if rows.size < 2:
+        return
+    delta = evidence.found[window][rows].astype(np.float64) - evidence.truth[window][rows]
+    first = min(oracle.versions, default=stated)
+    for version, effect in _related(evidence, oracle, rows, delta):
+        cause = _cause(version, first, stated)
+        mixture = Mixture(oracle, oracle.version(version), rows, evidence.found[window][rows])
+        for name, decoder in mixture.parts(delta):
+            yield cause, f"version {stated} with {name} of version {version}", oracle.logprobs(decoder)
+        if abs(cosine(effect, delta)) < _IN_LINE:
+            continue
+        for share, decoder in mixture.shares(float(effect @ delta / (effect @ effect))):
+            yield "adapter_scale", f"version {version} with {share:g} times what came since", oracle.logprobs(decoder)
+
+
+def _related(
+    evidence: Evidence, oracle: Oracle, rows: np.ndarray, delta: np.ndarray
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The version before, the first, and whichever points most where the difference does, with their effects [rows].
+
+    None of which all has an effect far below the difference.
+    """
+    stated, truth = evidence.record.weight_version, evidence.truth[oracle.window][rows]
+    before = [version for version in sorted(oracle.versions, reverse=True) if version < stated]
+    after = [version for version in sorted(oracle.versions) if version > stated]
+    effects: dict[int, np.ndarray] = {}
+    for version in dict.fromkeys([*before[:3], *before[-1:], *after[:1]]):
+        try:
+            effect = oracle.logprobs_of_rows(oracle.version(version), rows).astype(np.float64) - truth
+        except VersionUnavailable:
+            continue
+        if 0 < np.abs(delta).mean() < _LARGER * np.abs(effect).mean():
+            effects[version] = effect
+    likest = sorted(effects, key=lambda version: -abs(cosine(effects[version], delta)))[:1]
+    chosen = [version for version in (*before[:1], *before[-1:], *likest) if version in effects]
+    yield from ((version, effects[version]) for version in dict.fromkeys(chosen))

@@ -1,0 +1,153 @@
+"""Two versions of the weights in one model: which tensors are of which, or how far all have come between them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from auditor.causes.oracle import F64, Oracle
+from auditor.causes.search import subsets
+from auditor.compare import Logprobs
+from rl_kernel.reference.model import Decoder
+from rl_kernel.reference.ops import Bits, narrow, widen
+
+_SINGLE: Final = 32  # tensors that are told apart one by one
+_USUAL_SHARES: Final = (2.0, 0.5, 4.0, 8.0, 0.25, 16.0)
+_RANKS: Final = (2, 4, 8)
+_BY_COLUMN: Final = ("o_proj", "down_proj")
+_BLOCKS: Final = ("self_attn.", "mlp.", "norm", "proj")
+_ON_THE_WAY: Final = 0.75  # of the difference: what a first guess must leave at most to be worked on
+_PASSES: Final = 3
+
+Chosen = frozenset[str]
+
+
+class Mixture:
+    """The oracle's own weights, `now`, with parts of another version, `old`, judged on some rows of the window."""
+
+    def __init__(self, oracle: Oracle, old: Decoder, rows: np.ndarray, found: Logprobs) -> None:
+        self._oracle, self._rows = oracle, rows
+        self._now, self._old = oracle.decoder.weights, old.weights
+        self._found = found.astype(np.float64)
+        self._said: dict[Chosen, F64] = {}
+        self._names = [n for n, w in self._now.items() if not np.array_equal(w, self._old[n])]
+
+    def parts(self, delta: F64) -> Iterator[tuple[str, Decoder]]:
+        """What is said of them, and the decoder: whatever set of tensors fits best, then a rank's part of all.
+
+        delta: what the side's values differ by from the oracle's own. Sets are guessed from the effects of tensors, of
+        kinds and of layers, as if they added up; the best guess is then worked on one tensor at a time.
+        """
+        truth = self._found - delta
+        guesses = [frozenset(n for n in self._names if part in n) for part in _BLOCKS]
+        for groups in self._groupings():
+            effects = np.stack([self._values(group) - truth for group in groups], axis=1)
+            guesses += [frozenset().union(*(groups[at] for at in chosen)) for chosen in subsets(effects, delta)]
+        best = min((guess for guess in guesses if guess), key=self._error, default=None)
+        if best is not None and self._error(best) < _ON_THE_WAY * np.abs(delta).mean():
+            best = self._worked_on(best)
+            yield self._name(best), self._mixed(best)
+        for rank, ranks in ((rank, count) for count in _RANKS for rank in range(count)):
+            yield f"the part of rank {rank} of {ranks}", self._with(_sharded(self._now, self._old, rank, ranks))
+
+    def shares(self, moved: float) -> Iterator[tuple[float, Decoder]]:
+        """Shares of what came since `old` that may have been added, once being right; moved: how far it is from that.
+
+        To the first order, which is near: one digit after the other is then looked for around it.
+        """
+        share, said = round(1 - moved, 1), dict[float, float]()
+        for step in (0.1, 0.1, 0.05, 0.02, 0.01):
+            near = [round(share + by * step, 2) for by in (0, 1, -1)]
+            for value in near:
+                if value not in said and value not in (0.0, 1.0):
+                    said[value] = self._error_of(self._shared(value))
+            share = min((value for value in near if value in said), key=said.__getitem__, default=share)
+            if said.get(share) == 0.0:
+                break
+        for value in dict.fromkeys((share, *_USUAL_SHARES)):
+            yield value, self._shared(value)
+
+    def _shared(self, share: float) -> Decoder:
+        return self._with({n: _moved(self._old[n], w, share) for n, w in self._now.items()})
+
+    def _worked_on(self, chosen: Chosen) -> Chosen:
+        """Tensors put in or taken out, one at a time, while that brings the values nearer."""
+        for _ in range(_PASSES if len(self._names) <= _SINGLE else 0):
+            before = chosen
+            for name in self._names:
+                other = chosen ^ {name}
+                if other and self._error(other) < self._error(chosen):
+                    chosen = other
+                if self._error(chosen) == 0.0:
+                    return chosen
+            if chosen == before:
+                break
+        return chosen
+
+    def _groupings(self) -> Iterator[list[Chosen]]:
+        """What an update may leave out: single tensors where they are few, those of a kind, those of runs of layers."""
+        if len(self._names) <= _SINGLE:
+            yield [frozenset([name]) for name in self._names]
+        kinds: dict[str, set[str]] = {}
+        layers: dict[int, set[str]] = {}
+        for name in self._names:
+            kinds.setdefault(_kind(name), set()).add(name)
+            layers.setdefault(_layer(name), set()).add(name)
+        yield [frozenset(kind) for kind in kinds.values()]
+        runs = np.array_split(sorted(layers), min(len(layers), _SINGLE // 2))
+        yield [frozenset().union(*(layers[at] for at in run.tolist())) for run in runs]
+
+    def _values(self, chosen: Chosen) -> F64:
+        if chosen not in self._said:
+            self._said[chosen] = self._oracle.logprobs_of_rows(self._mixed(chosen), self._rows).astype(np.float64)
+        return self._said[chosen]
+
+    def _error(self, chosen: Chosen) -> float:
+        return float(np.abs(self._values(chosen) - self._found).mean())
+
+    def _error_of(self, decoder: Decoder) -> float:
+        return float(np.abs(self._oracle.logprobs_of_rows(decoder, self._rows) - self._found).mean())
+
+    def _mixed(self, chosen: Chosen) -> Decoder:
+        return self._with({**self._now, **{name: self._old[name] for name in chosen}})
+
+    def _with(self, weights: dict[str, Bits]) -> Decoder:
+        return replace(self._oracle.decoder, weights=weights)
+
+    def _name(self, chosen: Chosen) -> str:
+        """Kinds of which all are chosen by their name, the rest one by one."""
+        whole = [kind for kind in dict.fromkeys(map(_kind, self._names)) if self._of(kind) <= chosen]
+        rest = sorted(name for name in chosen if _kind(name) not in whole)
+        return ", ".join([*whole, *rest][:12]) + (
+            f" and {len(whole) + len(rest) - 12} more" * (len(whole) + len(rest) > 12)
+        )
+
+    def _of(self, kind: str) -> Chosen:
+        return frozenset(name for name in self._names if _kind(name) == kind)
+
+
+def _kind(name: str) -> str:
+    return name.split(".", 3)[3] if name.startswith("model.layers.") else name
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+
+
+def _sharded(now: dict[str, Bits], old: dict[str, Bits], rank: int, ranks: int) -> dict[str, Bits]:
+    """One rank's rows of every matrix, or its columns where sums are cut, of the old version."""
+    mixed = dict(now)
+    for name, value in now.items():
+        axis = int(any(kind in name for kind in _BY_COLUMN))
+        if value.ndim == 2 and value.shape[axis] % ranks == 0:
+            parts: Sequence[Bits] = np.array_split(value, ranks, axis)
+            mixed[name] = np.concatenate(
+                [*parts[:rank], np.array_split(old[name], ranks, axis)[rank], *parts[rank + 1 :]], axis
+            )
+    return mixed
+
+
+def _moved(base: Bits, now: Bits, share: float) -> Bits:
+    start = widen(base)
+    return narrow(start + np.float32(share) * (widen(now) - start))

@@ -1,0 +1,91 @@
+"""What differences look like where nothing that was computed explains them: hints, each with a name of many causes.
+
+Their scores stay below that of anything that was computed and takes away half of the difference.
+
+noise: what rounding alone makes of this sample, where a reference could be asked.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from auditor.causes.evidence import Evidence, Suggestion, correlation
+
+_USUAL_NOISE: Final = 0.03  # where nobody could be asked
+_BEYOND: Final = 1.5  # times the noise: more than rounding makes
+_FALLBACK: Final = 0.35  # much looks like it
+_TRENDING: Final = 0.42
+_LEAST: Final = 12
+_GROWTH: Final = 4.0
+_SHRINKING: Final = 1.3
+_TREND: Final = 0.15
+
+
+def flat_last_bits(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
+    """Differences of the size of rounding at many tokens, of both signs, that neither grow nor cluster."""
+    delta = evidence.delta[evidence.active]
+    differing = delta[delta != 0.0]
+    if differing.size == 0 or np.abs(delta).max() > 0.25 or np.median(np.abs(differing)) > _limit(noise):
+        return
+    both_signs = bool(min((differing > 0).mean(), (differing < 0).mean()) > 0.1)
+    halves = [float(np.abs(half).mean()) for half in np.array_split(delta, 2)]
+    flat = max(halves) < 4.0 * max(min(halves), 1e-12)
+    score = 0.24 + 0.08 * both_signs + 0.08 * flat + 0.04 * (differing.size > 0.5 * delta.size)
+    yield Suggestion(
+        "reduction_order",
+        score,
+        f"{differing.size} of {delta.size} tokens differ, by {np.median(np.abs(differing)):.3g} in the median and"
+        f" {np.abs(delta).max():.3g} at most, {'of both signs' if both_signs else 'mostly of one sign'}, "
+        + ("evenly along the response" if flat else "unevenly along the response"),
+    )
+
+
+def other_weights(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
+    """Differences everywhere, beyond rounding and of both signs: another model, of which nothing is known."""
+    delta = evidence.delta[evidence.active]
+    differing = delta[delta != 0.0]
+    if differing.size < max(4, 0.9 * delta.size) or np.median(np.abs(differing)) < _limit(noise):
+        return
+    # Other weights make what was drawn less likely; a filter or a lower temperature makes it likelier.
+    if (differing < 0).mean() > 0.3:
+        alike = correlation(evidence.found, evidence.truth)
+        yield Suggestion(
+            "other_weights",
+            _FALLBACK,
+            f"{differing.size} of {delta.size} tokens differ, by {np.median(np.abs(differing)):.3g} in the median,"
+            f" correlation with the reference {alike:.3f}: as with weights of which no version is known",
+        )
+
+
+def trend(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
+    """Differences that grow along the response, as wrong angles make them, or shrink, as wrong tokens in front do.
+
+    The further a response goes on, the more of what it sees is its own.
+    """
+    size = np.abs(evidence.delta)[evidence.active]
+    if size.size < _LEAST or np.median(size) < _limit(noise):
+        return
+    thirds = [float(third.mean()) for third in np.array_split(size, 3)]
+    rank = _rank_correlation(size)
+    numbers = f"mean {thirds[0]:.3g} in its first third, {thirds[-1]:.3g} in its last, rank correlation {rank:.2f}"
+    if rank > 0.5 and thirds[-1] > _GROWTH * thirds[0] and (size[: len(size) // 4] > 0.0).mean() > 0.5:
+        yield Suggestion("rope_scaling", _TRENDING, f"the difference grows along the response: {numbers}")
+    if rank < -_TREND and thirds[0] > _SHRINKING * thirds[-1] and (size > 0.0).mean() > 0.9:
+        yield Suggestion(
+            "other_context",
+            _TRENDING,
+            f"the difference shrinks along the response, as where other tokens stand in front of it: {numbers}",
+        )
+
+
+def _limit(noise: float | None) -> float:
+    return _BEYOND * (_USUAL_NOISE if noise is None else noise)
+
+
+def _rank_correlation(values: np.ndarray) -> float:
+    """Spearman's, with the index."""
+    if values.std() == 0.0:
+        return 0.0
+    ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable")
+    return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])

@@ -1,0 +1,175 @@
+"""Fewer bits somewhere in the forward: which values, in which format, and over what a scale is shared.
+
+The three are combined; effects of one format at one place are all of one size, so that one trial rules most out.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from auditor.causes.edits import Edit
+from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.oracle import Oracle
+from auditor.causes.search import Model, nearest_model
+from rl_kernel.reference.model import Decoder
+from rl_kernel.reference.ops import F32, I32, Bits, Reference, narrow, widen
+
+Rounding = Callable[[F32], F32]
+Coarse = Callable[[Bits], Bits]
+
+_LEAST: Final = np.float32(1e-12)
+_LARGEST: Final = 1 << 28  # bytes of weights of which copies are made
+
+
+def _e4m3(x: F32) -> F32:
+    return _float8(x, 3, -6, 448.0)
+
+
+def _e5m2(x: F32) -> F32:
+    return _float8(x, 2, -14, 57344.0)
+
+
+def _float8(x: F32, mantissa: int, smallest: int, largest: float) -> F32:
+    """To the nearest value with so many bits of mantissa, ties to even; below 2^smallest the steps stay equal."""
+    drop = np.uint32(23 - mantissa)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    half = (np.uint32(1) << (drop - np.uint32(1))) - np.uint32(1)
+    normal = ((bits + half + (bits >> drop & np.uint32(1))) >> drop << drop).view(np.float32)
+    step = np.float32(2.0 ** (smallest - mantissa))
+    nearest: F32 = np.where(np.abs(x) < np.float32(2.0**smallest), np.rint(x / step) * step, normal)
+    return np.clip(nearest, -largest, largest)
+
+
+FORMATS: Final[tuple[tuple[str, Rounding, float], ...]] = (
+    ("FP8 (E4M3)", _e4m3, 448.0),
+    ("8-bit integers", np.rint, 127.0),
+    ("FP8 (E5M2)", _e5m2, 57344.0),
+    ("4-bit integers", np.rint, 7.0),
+)
+# Over which axes of keys [T,G,D], and of activations or weights [rows,K], a scale is shared; or how many of a row do.
+_OF_KEYS: Final[tuple[tuple[str, Any], ...]] = (
+    ("a token and head", (2,)), ("a token", (1, 2)), ("a head", (0, 2)), ("a channel", (0,)), ("a tensor", (0, 1, 2)),
+)  # fmt: skip
+OF_ROWS: Final[tuple[tuple[str, Any], ...]] = (
+    ("a row", (1,)),
+    ("a tensor", (0, 1)),
+    ("128", 128),
+    ("64", 64),
+    ("32", 32),
+)
+
+
+def _cut(mantissa: int, half: int) -> Coarse:
+    """So many bits of mantissa kept, of bf16's seven; half: what is added before, 0 cuts towards zero."""
+    drop = 7 - mantissa
+
+    def rounded(bits: Bits) -> Bits:
+        return ((bits.astype(np.uint32) + (half << drop - 1)) >> drop << drop).astype(np.uint16)
+
+    return rounded
+
+
+_CASTS: Final[tuple[tuple[str, Coarse], ...]] = (
+    ("in FP8 (E4M3) without a scale", lambda bits: narrow(_e4m3(widen(bits)))),
+    ("in FP8 (E5M2) without a scale", lambda bits: narrow(_e5m2(widen(bits)))),
+    *(
+        (f"cut to {m} bits of mantissa{', half rounded up' if half else ''}", _cut(m, half))
+        for m in (3, 2)
+        for half in (1, 0)
+    ),
+)
+
+
+def coarse(rounding: Rounding, limit: float, over: Any) -> Coarse:
+    """bf16 → bf16, rounded with one scale over the given axes, or over groups of so many values of a row."""
+
+    def rounded(bits: Bits) -> Bits:
+        x = widen(bits)
+        if isinstance(over, int):
+            width = x.shape[1]
+            padded = np.pad(x, ((0, 0), (0, -width % over))).reshape(len(x), -1, over)
+            return narrow(_scaled(padded, (2,), rounding, limit).reshape(len(x), -1)[:, :width])
+        return narrow(_scaled(x, over, rounding, limit))
+
+    return rounded
+
+
+def _scaled(x: F32, axes: tuple[int, ...], rounding: Rounding, limit: float) -> F32:
+    scale = np.maximum(np.abs(x).max(axis=axes, keepdims=True), _LEAST) / np.float32(limit)
+    result: F32 = (rounding((x / scale).astype(np.float32)) * scale).astype(np.float32)
+    return result
+
+
+def low_precision(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """Keys and values, products, or weights alone in fewer bits; a rotary table in 16."""
+    if best := nearest_model(evidence, oracle, _models(oracle.decoder)):
+        yield best
+
+
+def _models(decoder: Decoder) -> Iterator[Model]:
+    for name, cast in _CASTS:
+        edit = Edit("attention", coarse_keys(cast, True, True))
+        yield Model.of(decoder, "kv_precision", f"keys and values {name}", edit)
+    for format_, to, limit in FORMATS:
+        for over, axes in _OF_KEYS:
+            rounded = coarse(to, limit, axes)
+            for what, keys, values in (("keys and values", True, True), ("keys", True, False), ("values", False, True)):
+                edit = Edit("attention", coarse_keys(rounded, keys, values))
+                name = f"{what} in {format_} with a scale {over}"
+                yield Model.of(decoder, "kv_precision", name, edit, f"{what} {limit}")
+    if sum(weight.nbytes for weight in decoder.weights.values()) <= _LARGEST:
+        yield from _products(decoder)
+
+
+def _products(decoder: Decoder) -> Iterator[Model]:
+    """Weights, activations, or both."""
+    for format_, to, limit in FORMATS:
+        for over, axes in OF_ROWS:
+            of_weights = _remembered(coarse(to, limit, axes))
+            name = f"matrices in {format_} with a scale {_for(over)}"
+            edit = Edit("gemm", _product(None, of_weights))
+            yield Model.of(decoder, "weight_precision", name, edit, f"weights {limit}")
+            for share, axes_in in OF_ROWS[:3] if limit > 7.0 else ():
+                both = Edit("gemm", _product(coarse(to, limit, axes_in), of_weights))
+                said = (
+                    f"products in {format_}, with a scale {_for(over)} of the weights and {_for(share)} of the inputs"
+                )
+                yield Model.of(decoder, "activation_precision", said, both, f"products {limit}")
+        if limit > 7.0:
+            for over, axes in OF_ROWS[:3]:
+                alone = Edit("gemm", _product(coarse(to, limit, axes), None))
+                said = f"inputs of products in {format_} with a scale {_for(over)}"
+                yield Model.of(decoder, "activation_precision", said, alone, f"inputs {limit}")
+
+
+def _for(over: str) -> str:
+    return f"for {over} values of a row" if over.isdigit() else over
+
+
+def _remembered(change: Coarse) -> Coarse:
+    """Each matrix is rounded once; arrays of weights outlive the search."""
+    by_id: dict[int, Bits] = {}
+
+    def rounded(w: Bits) -> Bits:
+        if id(w) not in by_id:
+            by_id[id(w)] = change(w)
+        return by_id[id(w)]
+
+    return rounded
+
+
+def coarse_keys(rounded: Coarse, keys: bool, values: bool) -> Callable[..., Any]:
+    """Attention on rounded keys, values, or both."""
+
+    def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        return plain.attention(q, rounded(k) if keys else k, rounded(v) if values else v, cu_q, cu_k)
+
+    return attention
+
+
+def _product(of_inputs: Coarse | None, of_weights: Coarse | None) -> Callable[..., Any]:
+    def gemm(plain: Reference, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
+        return plain.gemm(of_inputs(x) if of_inputs else x, of_weights(w) if of_weights else w, segments=segments)
+
+    return gemm

@@ -1,0 +1,149 @@
+"""Which keys a token sees: a window, a gap, a slice of its own, what comes after it.
+
+A mask is a list of parts: rows first..last stand at the end of `keys`, causally. Every row is in one part, so that a
+mask of any shape is the reference's own attention, a few times.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from auditor.causes.edits import Edit
+from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.oracle import I64, Oracle
+from auditor.causes.search import Model, nearest_model
+from rl_kernel.reference.ops import I32, Bits, Reference
+
+Part = tuple[int, int, I64]  # first row, last row (exclusive), keys
+Mask = Callable[[int], list[Part]]
+
+_WINDOWS: Final = (4096, 2048, 1024, 512, 256, 128, 64, 48, 32, 24, 16, 8)
+_CHUNKS: Final = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
+_SINK: Final = 4
+_BLOCKS: Final = (16, 32, 64, 128, 256)
+
+
+def attention_mask(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """Try what masks people get wrong, and whatever may be lost where the first value is wrong."""
+    if best := nearest_model(evidence, oracle, _models(evidence, oracle)):
+        yield best
+
+
+def seeing(mask: Mask) -> Callable[..., Any]:
+    """Attention under a mask, as a change of the reference's."""
+
+    def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        out, m, l = np.empty_like(q), np.empty(q.shape[:2], np.float32), np.empty(q.shape[:2], np.float32)
+        for first, last, keys in mask(len(q)):
+            ends = np.array([0, last - first], np.int32), np.array([0, len(keys)], np.int32)
+            rows = slice(first, last)
+            out[rows], m[rows], l[rows] = plain.attention(q[rows].copy(), k[keys], v[keys], *ends)
+        return out, m, l
+
+    return attention
+
+
+def window(size: int, sink: int = 0) -> Mask:
+    """The last `size` keys, and the first few."""
+
+    def parts(count: int) -> list[Part]:
+        whole = min(size + sink, count)
+        rows = [(0, whole, np.arange(whole))]
+        return rows + [(i, i + 1, np.r_[0:sink, i + 1 - size : i + 1]) for i in range(whole, count)]
+
+    return parts
+
+
+def without(first: int, last: int) -> Mask:
+    """No row from `last` on sees the keys first..last."""
+
+    def parts(count: int) -> list[Part]:
+        end = min(last, count)
+        rows = [(0, end, np.arange(end)), (end, count, np.r_[0:first, end:count])]
+        return [part for part in rows if part[0] < part[1]]
+
+    return parts
+
+
+def slices(edges: list[int]) -> Mask:
+    """Every row sees its own slice only; edges: where slices begin, without 0."""
+
+    def parts(count: int) -> list[Part]:
+        starts = [0, *(edge for edge in edges if 0 < edge < count), count]
+        return [(a, b, np.arange(a, b)) for a, b in pairwise(starts)]
+
+    return parts
+
+
+def ahead(by: int) -> Mask:
+    """Every row sees so many keys after its own; the last ones see all there are."""
+
+    def parts(count: int) -> list[Part]:
+        rows = [(0, count - by, np.arange(count))]
+        return rows + [(i, i + 1, np.arange(count)) for i in range(count - by, count)]
+
+    return parts
+
+
+def behind(by: int) -> Mask:
+    """No row sees itself and the by − 1 keys before it; the first ones see themselves."""
+
+    def parts(count: int) -> list[Part]:
+        return [*((i, i + 1, np.arange(i, i + 1)) for i in range(by)), (by, count, np.arange(count - by))]
+
+    return parts
+
+
+def whole(prompt: int) -> Mask:
+    """Rows of the prompt see all of it."""
+
+    def parts(count: int) -> list[Part]:
+        end = min(prompt, count)
+        rows = [(i, i + 1, np.arange(end)) for i in range(end)]
+        return rows + ([(end, count, np.arange(count))] if end < count else [])
+
+    return parts
+
+
+def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
+    for cause, name, mask in _masks(evidence, oracle):
+        edit = Edit("attention", seeing(mask))
+        yield Model.of(oracle.decoder, cause, f"an attention in which {name}", edit)
+
+
+def _masks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, str, Mask]]:
+    prompt, total = oracle.prompt_len, len(oracle.tokens)
+    yield "attention_mask", "every token sees the one after it", ahead(1)
+    yield "attention_mask", "no token sees itself", behind(1)
+    yield "attention_mask", "the prompt sees all of itself", whole(prompt)
+    yield "attention_mask", "the response does not see the prompt", without(0, prompt)
+    first = evidence.begins
+    if first is not None:
+        yield "attention_mask", f"tokens see {first} back", window(first)
+        yield from _lost(oracle, first)
+    for size in _WINDOWS:
+        if size < total:
+            yield "attention_mask", f"tokens see {size} back", window(size)
+    for size in _WINDOWS:
+        if size + _SINK < total:
+            yield "attention_mask", f"tokens see {size} back and the first {_SINK}", window(size, _SINK)
+    for parts in (2, 4, 8):
+        edges = [round(i * len(evidence.rollout.tokens) / parts) for i in range(1, parts)]
+        yield "context_parallel", f"each of {parts} slices sees itself only", slices(edges)
+    for size in _CHUNKS:
+        if size < total:
+            name = f"each chunk of {size} tokens sees itself only"
+            yield "kv_boundary", name, slices(list(range(size, total, size)))
+
+
+def _lost(oracle: Oracle, first: int) -> Iterator[tuple[str, str, Mask]]:
+    """Keys that are gone from the first wrong row on."""
+    for start in dict.fromkeys((0, oracle.prompt_len, first - 1, *(first - block for block in _BLOCKS))):
+        if 0 <= start < first:
+            yield (
+                "kv_boundary",
+                f"from token {first} on nothing sees tokens {start} to {first - 1}",
+                without(start, first),
+            )

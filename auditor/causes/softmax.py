@@ -1,0 +1,139 @@
+"""Mass that a softmax has too much or too little: tokens masked or favoured, padding counted, tokens never drawn.
+
+Where the drawn token's own logit is untouched, found − truth = lse(truth) − lse(found), so at every row
+e^(truth − found) − 1 is the mass that was added to the softmax, as a share of what was there. For a token whose logit
+moved by b that share is (e^(b/T) − 1)·p(token), with one b for all rows, and for several it is their sum; for padding
+of constant logits it is K·e^(−lse).
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from auditor.causes.evidence import HINT, STRONG, Evidence, Suggestion, correlation
+from auditor.causes.oracle import F32, F64, Oracle
+from auditor.causes.search import Candidate, nearest
+
+_WORK: Final = 1 << 23  # probabilities that are looked at
+_ROWS: Final = 128
+_LEAST: Final = 8
+_MOST: Final = 16  # tokens that may have been touched
+_LEFT: Final = 0.1  # of the mass, not explained
+_EACH: Final = 0.3  # of a row's mass, not explained
+_FITTING: Final = 0.75  # of the rows
+_EXACT: Final = 1e-4
+_ROUNDING: Final = 1e-6
+_MASKED: Final = -0.99
+_MUCH: Final = 2.0  # a difference that padding does not make
+
+
+def touched_tokens(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """The few tokens, or the padding, whose mass at every row makes the difference."""
+    window = oracle.window
+    found, truth = evidence.found[window], evidence.truth[window]
+    wrong = np.flatnonzero(evidence.differs[window] & np.isfinite(found))
+    wrong = wrong[: min(_ROWS, max(_LEAST, _WORK // oracle.decoder.config.vocab))]
+    delta = truth[wrong].astype(np.float64) - found[wrong]
+    if wrong.size < _LEAST or np.median(np.abs(delta)) < _ROUNDING:
+        return
+    # Rows whose own token was touched go the other way; they are the fewer ones.
+    lower = (delta > 0).mean() > 0.5
+    for rows in (wrong, wrong[(delta > 0) == lower]):
+        if rows.size < _LEAST:
+            return
+        added = np.expm1(np.clip(truth[rows].astype(np.float64) - found[rows], -50.0, 50.0))
+        columns, scale = _columns(oracle, rows)
+        support, shares = _pursued(columns, added)
+        left = np.abs(added - columns[:, support] @ shares)
+        explained = 1.0 - float(left.sum() / np.abs(added).sum())
+        fits = (left < _EACH * np.abs(added)).mean() > _FITTING
+        if explained >= 1.0 - _LEFT and fits and _varies(columns[:, support] @ shares):
+            yield _said(support, shares, explained, columns.shape[1] - 1, scale)
+            if columns.shape[1] - 1 not in support and (
+                best := nearest(evidence, oracle, _moved(oracle, support, shares))
+            ):
+                yield best
+            return
+
+
+def tokens_forbidden(evidence: Evidence) -> Iterator[Suggestion]:
+    """Every value too high, or every one too low: mass was taken out of every softmax, or put in."""
+    delta = evidence.delta[evidence.active]
+    if delta.size < 12 or np.abs(np.median(delta)) < 1e-3:
+        return
+    high, low = (delta > 0).mean() > 0.98, (delta < 0).mean() > 0.98
+    if high:
+        said = "too high", "tokens of", f"{1 - np.exp(-delta.min()):.1%} to {1 - np.exp(-delta.max()):.1%}", "left out"
+    elif low and correlation(evidence.found, evidence.truth) > 0.95 and delta.min() > -_MUCH:
+        said = "too low", "something of", f"{np.expm1(-delta.max()):.1%} to {np.expm1(-delta.min()):.1%}", "counted too"
+    else:
+        return
+    yield Suggestion(
+        "logit_processor" if high else "vocabulary",
+        HINT + 0.05,
+        f"all values are {said[0]}, by {np.abs(delta).min():.3g} to {np.abs(delta).max():.3g}, as in a softmax in which"
+        f" {said[1]} {said[2]} of the mass were {said[3]}",
+    )
+
+
+def _columns(oracle: Oracle, rows: np.ndarray) -> tuple[F64, float]:
+    """Probabilities of every token [rows,V], and behind them e^(−lse), times a number that is handed out too."""
+    z = oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64) / oracle.temperature
+    top = z.max(axis=1, keepdims=True)
+    lse = top + np.log(np.exp(z - top).sum(axis=1, keepdims=True))
+    return np.concatenate([np.exp(z - lse), np.exp(lse.min() - lse)], axis=1), float(np.exp(lse.min()))
+
+
+def _pursued(columns: F64, added: F64) -> tuple[list[int], F64]:
+    """Columns taken one after the other, each the one that explains most of what is left, and their shares."""
+    size = np.sqrt((columns * columns).sum(axis=0))
+    unit = columns / np.maximum(size, 1e-12 * size.max())
+    support: list[int] = []
+    shares: F64 = np.zeros(0)
+    left = added
+    for _ in range(min(_MOST, len(added) // 4)):
+        gain = unit.T @ left
+        gain[support] = 0.0
+        gain[-1] = max(gain[-1], 0.0)  # padding only adds
+        support.append(int(np.abs(gain).argmax()))
+        shares = np.asarray(np.linalg.lstsq(columns[:, support], added, rcond=None)[0], np.float64)
+        left = added - columns[:, support] @ shares
+        if np.abs(left).sum() < _EXACT * np.abs(added).sum():
+            break
+    return support, shares
+
+
+def _said(support: list[int], shares: F64, explained: float, padding: int, scale: float) -> Suggestion:
+    if support == [padding]:
+        return Suggestion(
+            "vocabulary",
+            STRONG * explained,
+            f"the softmax has {shares[0] * scale:.1f} more in its sum than the vocabulary gives, as that many padding"
+            f" rows of logit 0 would; it explains {explained:.1%} of the difference",
+        )
+    how = ", ".join(
+        f"{token} is masked" if share < _MASKED else f"{token} is moved by {np.log1p(share):+.3g}"
+        for token, share in zip(support, shares, strict=True)
+    )
+    return Suggestion(
+        "logit_processor",
+        STRONG * explained,
+        f"the values are those of a softmax in which the logit of token {how}; it explains {explained:.1%} of"
+        " the difference",
+    )
+
+
+def _moved(oracle: Oracle, support: list[int], shares: F64) -> Iterator[Candidate]:
+    """The logits moved by that much, in few digits first."""
+    for digits in range(4):
+        logits: F32 = oracle.own_logits.copy()
+        for token, share in zip(support, shares, strict=True):
+            moved = -np.inf if share < _MASKED else round(oracle.temperature * float(np.log1p(share)), digits)
+            logits[:, token] += np.float32(moved)
+        yield "logit_processor", f"logits of {len(support)} tokens masked or moved", oracle.from_logits(logits)
+
+
+def _varies(column: F64) -> bool:
+    """A share that is the same at every row explains any constant, and so names nothing."""
+    return float(column.std()) > 0.05 * float(np.abs(column).mean())
