@@ -20,7 +20,7 @@ from auditor.contracts import known_contracts
 from auditor.errors import RecomputeError
 from auditor.frames import read_frame, write_frame
 from auditor.judge import ReferenceLogprobs
-from auditor.records import RolloutRecord, TrainerRecord
+from auditor.records import Record, RolloutRecord, TrainerRecord
 from auditor.weights_place import WeightsPlace, WeightsStore
 from rl_kernel.errors import ModelError, RlKernelError
 from rl_kernel.reference.model import Decoder
@@ -124,7 +124,7 @@ def recompute(models: Models, rollout: RolloutRecord, trainer: TrainerRecord) ->
     return ReferenceLogprobs(of_rollout, of_trainer, f"{mma},{other}")
 
 
-def temperature_of(record: RolloutRecord) -> float:
+def temperature_of(record: Record) -> float:
     """The temperature that the reported log-probabilities are of; RecomputeError where the reference cannot follow."""
     sampling = record.sampling
     if sampling.logprobs_mode == "raw_logprobs":
@@ -140,10 +140,10 @@ def temperature_of(record: RolloutRecord) -> float:
     return sampling.temperature
 
 
-def _logprobs(models: Models, record: RolloutRecord, contract_digest: str) -> tuple[Logprobs, str]:
+def decoder_of(models: Models, record: Record, tokens: np.ndarray, contract_digest: str) -> Decoder:
+    """The decoder that answers for a record; RecomputeError where the reference cannot follow what the record says."""
     if record.positions.offset:
         raise RecomputeError(f"position offset {record.positions.offset} has no reference", "positions_unsupported")
-    temperature = temperature_of(record)
     decoder = models.get(record.weight_version, record.weight_digest, contract_digest)
     if record.positions.rope_digest != decoder.config.rope_digest:
         raise RecomputeError(
@@ -151,10 +151,19 @@ def _logprobs(models: Models, record: RolloutRecord, contract_digest: str) -> tu
             f" {decoder.config.rope_digest}",
             "rope_differs",
         )
-    highest = int(record.tokens.max())
+    if not 1 <= record.prompt_len < len(tokens):
+        said = f"prompt_len {record.prompt_len} of {len(tokens)} tokens: the reference needs a prompt and a response"
+        raise RecomputeError(said, "reference_refused")
+    highest = int(tokens.max())
     if highest >= decoder.config.vocab:
         said = f"token id {highest} is beyond the model's vocabulary of {decoder.config.vocab}"
         raise RecomputeError(said, "reference_refused")
+    return decoder
+
+
+def _logprobs(models: Models, record: RolloutRecord, contract_digest: str) -> tuple[Logprobs, str]:
+    temperature = temperature_of(record)
+    decoder = decoder_of(models, record, record.tokens, contract_digest)
     (logprobs,) = decoder.logprobs([record.tokens.astype(np.int64)], [record.prompt_len], temperature)
     return logprobs, decoder.contract.profile.mma
 

@@ -19,7 +19,7 @@ import numpy as np
 from auditor.capsule import Capsule, read_capsule
 from auditor.errors import AuditorError, ConfigError
 from auditor.object_store import StoreAccess
-from auditor.recompute_worker import Models, temperature_of
+from auditor.recompute_worker import Models, decoder_of, temperature_of
 from auditor.records import Record
 from auditor.replay.engines import OURS, load_ops
 from auditor.replay.report import Match, Question, Replayed, lines, match, replay
@@ -51,9 +51,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _side(capsule: Capsule, models: Models, record: Record, ops: str, out: Path | None) -> int:
-    rollout = capsule.rollout
-    decoder = models.get(record.weight_version, record.weight_digest, record.contract_digest)
-    question = Question(decoder, rollout.tokens.astype(np.int64), rollout.prompt_len, temperature_of(rollout))
+    tokens = _tokens(capsule, record)
+    decoder = decoder_of(models, record, tokens, record.contract_digest)
+    question = Question(decoder, tokens.astype(np.int64), record.prompt_len, temperature_of(record))
     truth, _ = question.run(decoder.reference)
     differing = compare_bits(record.logprobs, truth).differing
     print(f"{record.side}: {differing} of {len(truth)} reported values differ from the reference")
@@ -67,6 +67,15 @@ def _side(capsule: Capsule, models: Models, record: Record, ops: str, out: Path 
         np.savez_compressed(out, **arrays)
         print(f"{record.side}: tensors of that call in {out}")
     return int(differing > 0 or replayed.call is not None)
+
+
+def _tokens(capsule: Capsule, record: Record) -> np.ndarray:
+    """What this side worked on: where the two are not comparable, it may be something else than the other side did."""
+    if record.tokens is not None:
+        return record.tokens
+    if record.tokens_digest != capsule.rollout.tokens_digest:
+        raise ConfigError(f"the {record.side} was given other tokens than the rollout, and did not send them")
+    return capsule.rollout.tokens
 
 
 def _nearest(question: Question, record: Record) -> tuple[str, Replayed]:

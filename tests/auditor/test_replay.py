@@ -7,6 +7,7 @@ import urllib.request
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from auditor.client import AuditClient
 from auditor.errors import RecordError
 from auditor.faults.ops import HiddenKeys, NativeProducts, broken
 from auditor.judge import judge_pair
-from auditor.records import RolloutRecord, TrainerRecord
+from auditor.records import Positions, RolloutRecord, TrainerRecord
+from auditor.replay.__main__ import main
 from auditor.replay.report import Question, replay
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Reference
@@ -129,3 +131,52 @@ def test_ops_that_do_not_exist_are_one_line(weights_root: Path, tmp_path: Path) 
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "'none:x' cannot be loaded" in done.stderr
+
+
+def frozen(folder: Path, rollout: RolloutRecord, trainer: TrainerRecord) -> list[str]:
+    """Arguments of a replay that looks at the reported values only."""
+    (folder / "c").write_bytes(
+        to_bytes(Capsule(rollout, trainer, judge_pair(rollout, trainer, CONTRACTS).judgement, None))
+    )
+    return [str(folder / "c"), "--rollout-ops", "none", "--trainer-ops", "none"]
+
+
+def test_sides_that_are_not_comparable_are_each_held_to_what_they_worked_on(
+    weights_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollout, _ = true_pair(weights_root, "a")
+    _, trainer = true_pair(weights_root, "another text", version=2, temperature=0.5)
+    trainer = replace(trainer, sample_id="a")
+    assert main([*frozen(tmp_path, rollout, trainer), "--weights-root", str(weights_root)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "rollout: 0 of 32 reported values differ from the reference",
+        "trainer: 0 of 32 reported values differ from the reference",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompt_len": 0, "logprobs": np.zeros(40, np.float32), "mask": np.ones(40, np.bool_)}, "prompt_len 0 of 40"),
+        ({"tokens": np.full(40, 331, np.uint32)}, "token id 331 is beyond the model's vocabulary of 331"),
+        ({"positions": Positions("cd" * 32, offset=4)}, "position offset 4 has no reference"),
+        ({"positions": Positions("cd" * 32)}, "the record names rotary parameters cdcd"),
+    ],
+)
+def test_what_the_reference_cannot_follow_is_one_line(
+    weights_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
+    rollout, trainer = true_pair(weights_root, "a")
+    given = frozen(tmp_path, replace(rollout, **change), trainer)
+    assert main([*given, "--weights-root", str(weights_root)]) == 2
+    assert capsys.readouterr().err.startswith(f"replay: {said}")
+
+
+def test_tokens_that_a_trainer_did_not_send_are_not_guessed(
+    weights_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollout, trainer = true_pair(weights_root, "a")
+    assert main([*frozen(tmp_path, rollout, replace(trainer, tokens=None)), "--weights-root", str(weights_root)]) == 0
+    other = replace(trainer, tokens=None, tokens_digest="ab" * 32)
+    assert main([*frozen(tmp_path, rollout, other), "--weights-root", str(weights_root)]) == 2
+    assert "was given other tokens than the rollout, and did not send them" in capsys.readouterr().err
