@@ -1,4 +1,4 @@
-"""Each command in docs/operations is run as it stands, on other ports, and the demo's job on a tiny model."""
+"""Each command in docs/operations is run as it stands, on other ports, with less patience and with a tiny model."""
 
 import re
 import shlex
