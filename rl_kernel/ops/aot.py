@@ -104,10 +104,10 @@ def _attention() -> Iterator[Kernel]:
     for dim, page in ((128, 0), (64, 0), (128, 16)):
         yield _kernel(
             _ATTENTION, "attention_kernel",
-            f"*bf16 *fp32 *fp32 *bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 i32 i32 {strides}",
+            f"*bf16 *fp32 *fp32 *bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 *i32 i32 i32 {strides}",
             8, 3, matrix=True, exp2=True,
             HEADS=32 if dim == 128 else 24, KV_HEADS=8, D=dim, PACK=1, ROWS=128, WIDTH=16, PARTIAL=1024, PAGE=page,
-            TMA=False,
+            TMA=False, REDO=False,
         )  # fmt: skip
     for dim, group, single, blocks in ((128, 4, False, 2), (64, 3, True, 2), (128, 2, True, 1)):
         yield _kernel(
@@ -165,9 +165,9 @@ def _logp() -> Iterator[Kernel]:
 
 def _rows() -> Iterator[Kernel]:
     norm = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32:16 i32:16 fp32"
-    for residual, chunks, rows in ((False, 32, 1), (True, 5, 1), (False, 1, 4)):
+    for residual, chunks, rows, warps in ((False, 32, 1, 1), (True, 5, 1, 1), (False, 1, 8, 2)):
         constants = {"CHUNKS": chunks, "RESIDUAL": residual, "ROWS": rows, "EVEN": chunks != 5, "GAINS": 8}
-        yield _kernel(_NORM, "rms_norm_held_kernel", norm, 1, **constants)
+        yield _kernel(_NORM, "rms_norm_held_kernel", norm, warps, **constants)
     for residual, chunks, rows, warps in ((False, 64, 1, 1), (True, 64, 1, 1)):
         yield _kernel(
             _NORM, "rms_norm_kernel", norm, warps, CHUNKS=chunks, RESIDUAL=residual, ROWS=rows, UNROLL=4, EVEN=True
@@ -186,10 +186,11 @@ def _rows() -> Iterator[Kernel]:
         _NORM, "rms_norm_dw_kernel", "*fp32 *fp32 *bf16 *bf16 i32 i32 i32:16 i32:16 i32:16", 1, COLUMNS=32, UNROLL=32
     )
     rope = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i64 i32 i32 i32:16 i32:16 i32"
-    for inverse in (False, True):
+    for inverse, rows, warps in ((False, 32, 4), (True, 32, 4), (False, 8, 2)):
         yield _kernel(
-            "rl_kernel.ops.rope.triton_kernel", "rope_kernel", rope, 4, HALF=64, WIDTH=64, ROWS=32, INVERSE=inverse
-        )
+            "rl_kernel.ops.rope.triton_kernel", "rope_kernel", rope, warps,
+            HALF=64, WIDTH=64, ROWS=rows, INVERSE=inverse,
+        )  # fmt: skip
     swiglu = "rl_kernel.ops.swiglu.triton_kernel"
     yield _kernel(swiglu, "swiglu_kernel", "*bf16 *bf16 i32:16", 4, exp2=True, BLOCK=1024)
     yield _kernel(swiglu, "swiglu_backward_kernel", "*bf16 *bf16 *bf16 i32:16", 4, exp2=True, BLOCK=1024)

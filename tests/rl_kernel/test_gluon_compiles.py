@@ -29,8 +29,8 @@ def descriptor(*shape: int) -> str:
 def attention(dim: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
     from rl_kernel.ops.attention import gluon_kernel as op
 
-    types = dict.fromkeys(("m_out", "l_out", "parked"), "*fp32") | dict.fromkeys(("cu_q", "cu_k"), "*i32")
-    types |= {"out": "*bf16", "q": descriptor(128, dim), "k": descriptor(64, dim), "v": descriptor(64, dim)}
+    types = dict.fromkeys(("m_out", "l_out"), "*fp32") | dict.fromkeys(("redo", "cu_q", "cu_k"), "*i32")
+    types |= {"out": "*bf16", "q": descriptor(128, dim), "k": descriptor(128, dim), "v": descriptor(64, dim)}
     types |= {"sequences": "i32", "tiles": "i32", "scale": "fp32"}
     return op.attention_kernel, types, {
         "HEADS": 32, "KV_HEADS": 8, "D": dim, "WIDTH": 16, "STAGES": op.STAGES[dim], "PARTIAL": 1024,

@@ -28,14 +28,16 @@ __all__ = ["attention", "attention_backward", "paged_attention"]
 
 @triton.jit(do_not_specialize=["sequences"])
 def attention_kernel(
-    out, m_out, l_out, q, k, v, table, cu_q, cu_k, lens, sequences, table_width, q_token,
+    out, m_out, l_out, q, k, v, table, cu_q, cu_k, lens, redo, sequences, table_width, q_token,
     k_page, k_token, v_page, v_token, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, PARTIAL: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr, EX2: tl.constexpr,
+    REDO: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """ROWS rows of one head (or of the PACK heads of one kv head) against all their keys.
 
     PAGE: keys a page of the cache, 0 where k and v are [T',G,D] with offsets cu_k. TMA: k and v are descriptors.
+    REDO: only the tiles that `gluon_kernel` left to this one, by its flags redo[tiles,H,2].
     """
     queries: tl.constexpr = ROWS // PACK
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
@@ -43,6 +45,10 @@ def attention_kernel(
     if first_query >= length:
         return
     head = tl.program_id(0) * PACK
+    if REDO:
+        redo += (tile * HEADS + head) * 2
+        if tl.load(redo) + tl.load(redo + 1) == 0:
+            return
     kv_head = head // (HEADS // KV_HEADS)
     key_start = 0
     if PAGE:
@@ -137,19 +143,18 @@ def attention(
     if not q.numel() or not sequences:
         return out, m, l
     aligned = (q_token | k_token | v_token) % 8 == 0 and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    scale, redo = float(attention_scale(dim)), None
     if launch is None and EX2 and aligned and dim in gluon_kernel.HEAD_DIMS and k.numel():
-        scale = float(attention_scale(dim))
-        gluon_kernel.attention(out, m, l, q, k, v, cu_q, cu_k, (q_token, k_token, v_token), scale)
-        return out, m, l
+        redo = gluon_kernel.attention(out, m, l, q, k, v, cu_q, cu_k, (q_token, k_token, v_token), scale)
     shape = launch or launch_for(dim)
     grid = (heads // shape.pack, tokens // (shape.rows // shape.pack) + sequences)
     tma = aligned and k.shape[0] > 0
     keys_in, values = (_descriptor(x, stride) if tma else x for x, stride in ((k, k_token), (v, v_token)))
     attention_kernel[grid](
-        out, m, l, q, keys_in, values, cu_q, cu_q, cu_k, cu_q, sequences, 0, q_token, 0, k_token, 0, v_token,
-        float(attention_scale(dim)),
+        out, m, l, q, keys_in, values, cu_q, cu_q, cu_k, cu_q, cu_q if redo is None else redo, sequences, 0,
+        q_token, 0, k_token, 0, v_token, scale,
         HEADS=heads, KV_HEADS=k.shape[1], D=dim, PACK=shape.pack, ROWS=shape.rows,
-        WIDTH=width_for(sequences), PARTIAL=KV_PARTIAL, PAGE=0, TMA=tma, EX2=EX2,
+        WIDTH=width_for(sequences), PARTIAL=KV_PARTIAL, PAGE=0, TMA=tma, EX2=EX2, REDO=redo is not None,
         num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out, m, l
@@ -198,9 +203,9 @@ def paged_attention(
     shape = launch_for(dim)
     m, l = (torch.empty((tokens, heads), dtype=F32, device=q.device) for _ in range(2))
     attention_kernel[(heads // shape.pack, tokens // (shape.rows // shape.pack) + sequences)](
-        out, m, l, *tensors, cu_q, seq_lens, sequences, *strides, scale,
+        out, m, l, *tensors, cu_q, seq_lens, cu_q, sequences, *strides, scale,
         HEADS=heads, KV_HEADS=kv_heads, D=dim, PACK=shape.pack, ROWS=shape.rows,
-        WIDTH=width_for(sequences), PARTIAL=KV_PARTIAL, PAGE=page, TMA=False, EX2=EX2,
+        WIDTH=width_for(sequences), PARTIAL=KV_PARTIAL, PAGE=page, TMA=False, EX2=EX2, REDO=False,
         num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
