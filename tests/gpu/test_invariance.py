@@ -109,6 +109,21 @@ def test_paged_decode_and_chunks_are_the_prefill(page: int, queries: int) -> Non
     same_bits(given, found, "stored where the caller wants it")
 
 
+@pytest.mark.parametrize("tokens", [1, 2047, 2048, 2051])
+def test_rope_of_a_pair_has_the_bits_of_each_tensor_token_by_token(tokens: int) -> None:
+    """Launches differ with the number of tokens and of tensors."""
+    from rl_kernel.ops.rope.triton_kernel import rope, rope_pair
+
+    fused = normal(tokens, (HEADS + KV_HEADS) * DIM, seed=1)
+    pair = [x.unflatten(1, (-1, DIM)) for x in fused.split([HEADS * DIM, KV_HEADS * DIM], 1)]
+    cos, sin = (normal(tokens, DIM // 2, seed=s, dtype=torch.float32) for s in (4, 5))
+    positions = torch.arange(tokens, device="cuda").flip(0)
+    for rotated, x in zip(rope_pair(*pair, cos, sin, positions), pair, strict=True):
+        parts = [rope(a, cos, sin, p) for a, p in zip(x.split(600), positions.split(600), strict=True)]
+        same_bits(rotated, torch.cat(parts), "rope of a pair, in parts")
+        same_bits(rope(x, cos, sin, positions), rotated, "rope of one tensor")
+
+
 def test_slices_of_a_fused_projection_give_the_bits_of_copies() -> None:
     from rl_kernel.ops.attention.triton_kernel import attention, attention_backward
     from rl_kernel.ops.rms_norm.triton_kernel import rms_norm, rms_norm_backward

@@ -173,7 +173,7 @@ def _launch(rows: int, n: int) -> tuple[int, int, int, int]:
     if rows <= FEW:
         return chunks, 1, 4 if chunks > 8 else 1, chunks
     if chunks <= 8:
-        return chunks, 4 if chunks == 1 else 1, 1, chunks
+        return (1, 8, 2, 1) if chunks == 1 else (chunks, 1, 1, chunks)
     return (chunks, 1, SOME_WARPS, SOME_GAINS) if rows < MANY else (chunks, 1, MANY_WARPS, MANY_GAINS)
 
 
@@ -243,7 +243,8 @@ def rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, eps: f
     if not rows:
         return dx
     rstd = torch.empty(rows, dtype=F32, device=x.device)
-    chunks, per_program, _, _ = _launch(rows, n)
+    chunks = cdiv(n, 128)
+    per_program = 4 if rows > FEW and chunks == 1 else 1
     warps = 4 if rows <= FEW and chunks > 8 else 1
     rms_norm_dx_kernel[(cdiv(rows, per_program),)](
         dx, rstd, dy, x, w, rows, inner, dy_stride, x_stride, n, eps,

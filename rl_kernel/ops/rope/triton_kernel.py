@@ -8,7 +8,7 @@ from rl_kernel.errors import ShapeError
 from rl_kernel.ops.accelerator import BF16, F32, I64, cdiv, power_of_two, require, require_rows
 from rl_kernel.ops.triton_scalar import narrow
 
-MANY = 2048  # tokens from which a program takes more heads, and two tensors take a launch each
+MANY = 2048  # tokens from which a program of one tensor takes more heads, and one of two fewer warps
 
 
 @triton.jit(do_not_specialize=["x_heads", "u_heads"])  # one head as a constant would be another type
@@ -60,15 +60,22 @@ def _rotate(
     require(op, "positions", positions, I64, tokens)
     rotated = tuple(torch.empty(x.shape, dtype=BF16, device=x.device) for x in pair)
     heads = [x.shape[1] for x in pair]
-    width, rows = power_of_two(dim // 2), 32 if tokens >= MANY else 8
+    width, (rows, warps) = power_of_two(dim // 2), _launch(tokens, len(pair))
     grid = (tokens, sum(cdiv(h, rows) for h in heads))
     if all(grid):
         rope_kernel[grid](
             rotated[0], pair[0], rotated[-1], pair[-1], cos, sin, positions, heads[0], heads[-1], strides[0],
             strides[-1], cos.shape[0],
-            HALF=dim // 2, WIDTH=width, ROWS=rows, INVERSE=inverse, num_warps=4, enable_fp_fusion=False,
+            HALF=dim // 2, WIDTH=width, ROWS=rows, INVERSE=inverse, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return rotated
+
+
+def _launch(tokens: int, tensors: int) -> tuple[int, int]:
+    """Heads a program, warps; by the shape alone."""
+    if tokens < MANY:
+        return 8, 4
+    return (32, 4) if tensors == 1 else (8, 2)
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -79,9 +86,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch
 def rope_pair(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope` of q[T,H,D] and of k[T,G,D]; in one launch where they are small."""
-    if q.shape[0] >= MANY:
-        return rope(q, cos, sin, positions), rope(k, cos, sin, positions)
+    """`rope` of q[T,H,D] and of k[T,G,D], in one launch."""
     rotated_q, rotated_k = _rotate("rope_pair", (q, k), cos, sin, positions, False)
     return rotated_q, rotated_k
 
