@@ -27,6 +27,7 @@ SHOTS = os.environ.get("PAGE_SHOTS")
 
 
 def shoot(page: Any, name: str) -> None:
+    assert not re.search(r"\b(null|undefined)\b|\[object", page.locator("body").inner_text())
     if SHOTS:
         page.screenshot(path=f"{SHOTS}/{name}.png", full_page=True)
 

@@ -17,8 +17,13 @@ function fill(element, attributes, children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== false && child !== undefined));
+  element.append(...present(children));
   return element;
+}
+
+/** Children in one list, without those that are null, false or missing. */
+export function present(children) {
+  return children.flat(Infinity).filter((child) => child !== null && child !== false && child !== undefined);
 }
 
 /** A table. columns: [heading, cell of a row, is it a number]. */

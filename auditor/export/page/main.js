@@ -2,7 +2,7 @@
 
 import { ApiError, setToken } from "./api.js";
 import { capsulesView } from "./capsules.js";
-import { h } from "./dom.js";
+import { h, present } from "./dom.js";
 import { runView } from "./run.js";
 import { runsView } from "./runs.js";
 import { sampleView } from "./sample.js";
@@ -71,7 +71,7 @@ async function show(keepFocus = false) {
     state.textContent = "";
   }
   if (mine !== current) return;
-  main.replaceChildren(...content);
+  main.replaceChildren(...present(content));
   document.title = `${main.querySelector("h1").textContent} · Auditor`;
   if (!keepFocus) {
     main.focus({ preventScroll: true });
