@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from auditor.contracts import known_contracts
 from auditor.errors import AuditorError, ConfigError, LedgerError, RecomputeError
 from auditor.export.api import Facts, make_api
 from auditor.export.board import Board
+from auditor.export.connections import HEAD_BYTES, BoundedProtocol
 from auditor.export.leaving import Leaving
 from auditor.export.metrics import Live, Metrics
 from auditor.grants import Grants
@@ -53,6 +55,7 @@ from auditor.writer import Writer
 log = logging.getLogger("auditor")
 _LEDGER_PAUSE_S = 0.5
 _UPKEEP_S = 30.0
+_OPEN_FILES = 65536
 
 
 class Auditor:
@@ -221,7 +224,15 @@ class Auditor:
 
     def _start_http(self, api: Any, address: str, tls: TlsFiles | None) -> str:
         """Serve in a thread; returns the bound host:port."""
-        settings = uvicorn.Config(api, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+        settings = uvicorn.Config(
+            api,
+            http=BoundedProtocol,
+            ws="none",
+            h11_max_incomplete_event_size=HEAD_BYTES,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=2,
+        )
         if tls is not None:
             settings.load()
             settings.ssl = http_context(tls)
@@ -257,6 +268,7 @@ def main(arguments: Sequence[str]) -> int:
     threading.excepthook = give_up
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    _raise_open_files()
     try:
         config = _configure(arguments)
         auditor = Auditor(config)
@@ -282,6 +294,14 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         auditor.close()
     return 1 if failed else 0
+
+
+def _raise_open_files() -> None:
+    """Connections are files; the usual soft limit of 1,024 is for programs that use select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _wait_for_eof(stop: threading.Event) -> None:

@@ -137,6 +137,9 @@ def start_server(
             ("grpc.max_receive_message_length", limits.message_bytes),
             # Without this a second server on the same port starts too, and takes every other connection.
             ("grpc.so_reuseport", 0),
+            # Connections on which nobody speaks HTTP/2, or calls anything; a client makes its own anew.
+            ("grpc.server_handshake_timeout_ms", 10_000),
+            ("grpc.max_connection_idle_ms", 300_000),
         ),
     )
     try:
