@@ -8,8 +8,8 @@ import numpy as np
 
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import Evidence, Suggestion
-from auditor.causes.oracle import Oracle
-from auditor.causes.search import Candidate, nearest
+from auditor.causes.oracle import I64, Oracle
+from auditor.causes.search import Candidate, nearest, promising
 from auditor.causes.seen import seeing, without
 from auditor.compare import Logprobs
 
@@ -37,11 +37,11 @@ def _without_the_first(oracle: Oracle) -> Iterator[Candidate]:
 
 def more_in_front(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """The first token twice, or padding that was seen."""
-    if best := nearest(evidence, oracle, _with_more(oracle)):
+    if best := nearest(evidence, oracle, _with_more(evidence, oracle)):
         yield best
 
 
-def _with_more(oracle: Oracle) -> Iterator[Candidate]:
+def _with_more(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     first, last = int(oracle.tokens[0]), oracle.decoder.config.vocab - 1
     tried = [(first, 1, "other_context", "its first token twice")]
     tried += [
@@ -53,9 +53,14 @@ def _with_more(oracle: Oracle) -> Iterator[Candidate]:
         longer = np.concatenate([np.full(count, token), oracle.tokens])
         if len(longer) > oracle.decoder.config.max_position:
             continue
-        hidden = oracle.hidden(oracle.decoder, longer)
-        predicted = oracle.from_logits(oracle.head(oracle.decoder, hidden[oracle.rows + count]))
-        yield cause, f"the sequence with {name}", predicted
+
+        def values(rows: I64, longer: I64 = longer, count: int = count) -> Logprobs:
+            at = oracle.rows[rows] + count
+            hidden = oracle.hidden(oracle.decoder, longer[: int(at.max()) + 1])
+            return oracle.from_logits(oracle.head(oracle.decoder, hidden[at]), targets=oracle.targets[rows])
+
+        if promising(evidence, oracle, values):
+            yield cause, f"the sequence with {name}", values(np.arange(len(oracle.rows)))
 
 
 def part_of_the_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:

@@ -1,10 +1,13 @@
 """Values that nobody computed: exact zeros, or one and the same number, where something was missing."""
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
 from auditor.causes.evidence import Evidence, Suggestion
+
+_AGAIN: Final = 3  # times that no value comes by chance
 
 
 def filler(evidence: Evidence) -> Iterator[Suggestion]:
@@ -23,7 +26,7 @@ def filler(evidence: Evidence) -> Iterator[Suggestion]:
     yield Suggestion(
         "filler",
         0.5 + 0.4 * share,
-        f"exactly {float(evidence.found[at[0]]):.1f} at {at.size} of {differing} differing tokens, first at {at[0]}"
+        f"exactly {float(evidence.found[at[0]]):.4g} at {at.size} of {differing} differing tokens, first at {at[0]}"
         + (" (the last token, as a forced end would have it)" if last else "")
         + f"; the reference has {evidence.truth[at[0]]:.4f} there",
     )
@@ -37,8 +40,10 @@ def _one_number(evidence: Evidence) -> np.ndarray:
     if not times.size or times.max() < 2:
         return nothing
     number = numbers[times.argmax()]
-    right = evidence.truth[evidence.active & np.isfinite(evidence.truth)]
-    if right.min() <= number < 0.0:
-        return nothing  # a limit, or a value that comes twice
     same: np.ndarray = (evidence.found == number) & evidence.differs
+    right = evidence.truth[evidence.active & np.isfinite(evidence.truth)]
+    said = evidence.found[evidence.active & np.isfinite(evidence.found)]
+    limit = (said <= number).all() or (said >= number).all()
+    if right.min() <= number < 0.0 and (times.max() < _AGAIN or limit):
+        return nothing  # a limit, or a value that comes twice
     return same

@@ -8,11 +8,12 @@ import numpy as np
 
 from auditor.causes.evidence import STRONG, Evidence, Suggestion, explained
 from auditor.causes.oracle import F32, F64, Oracle
-from auditor.causes.precision import FORMATS, OF_ROWS, coarse
+from auditor.causes.precision import CASTS, FORMATS, OF_ROWS, Coarse, coarse
 from auditor.causes.search import Candidate, nearest
 from auditor.compare import Logprobs
 from rl_kernel.reference.ops import I64, narrow, widen
 
+_LARGEST: Final = 1 << 27  # bytes of an output layer that is rounded
 _FEW: Final = 16  # rows on which a rounding is tried before all are computed
 
 Rounding = Callable[[F32], F32]
@@ -64,20 +65,33 @@ def _of_logits(oracle: Oracle) -> Iterator[tuple[str, Callable[[Rows], Logprobs]
     for name, rounded in _ROUNDINGS:
         for what, made in _SUMS:
             yield f"{what} in {name}", partial(_summed, oracle, made=made, rounded=rounded)
+    if oracle.head_weights.nbytes <= _LARGEST:
+        for name, change in _in_few_bits():
+            for what, of_hidden, of_weights in (
+                ("weights", None, change),
+                ("input", change, None),
+                ("product", change, change),
+            ):
+                product = partial(_product, oracle, of_hidden=of_hidden, of_weights=of_weights)
+                yield f"an output layer with its {what} {name}", partial(read, logits=product)
+
+
+def _in_few_bits() -> Iterator[tuple[str, Coarse]]:
     for name, to, limit in FORMATS[:3]:
         for over, axes in OF_ROWS[:2]:
-            in_eight = partial(_product, oracle, rounded=coarse(to, limit, axes))
-            yield f"the output layer in {name} with a scale {over}", partial(read, logits=in_eight)
+            yield f"in {name} with a scale {over}", coarse(to, limit, axes)
+    yield from CASTS
 
 
 def _heated(x: F32, rounded: Rounding, heat: np.float32) -> F32:
     return rounded((rounded(x) / heat).astype(np.float32)) * heat
 
 
-def _product(oracle: Oracle, rows: Rows, rounded: Callable[..., np.ndarray]) -> F32:
-    head = oracle.decoder.weights["model.embed_tokens.weight" if oracle.decoder.config.tied else "lm_head.weight"]
-    hidden = oracle.own_hidden[oracle.rows[rows]]
-    return oracle.decoder.reference.gemm_fp32(rounded(hidden), rounded(head))
+def _product(oracle: Oracle, rows: Rows, of_hidden: Coarse | None, of_weights: Coarse | None) -> F32:
+    hidden, weights = oracle.own_hidden[oracle.rows[rows]], oracle.head_weights
+    return oracle.decoder.reference.gemm_fp32(
+        of_hidden(hidden) if of_hidden else hidden, of_weights(weights) if of_weights else weights
+    )
 
 
 def _summed(oracle: Oracle, rows: Rows, made: Callable[[F32, F32, Rounding], Logprobs], rounded: Rounding) -> Logprobs:

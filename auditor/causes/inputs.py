@@ -61,6 +61,8 @@ def _tokens(rollout: RolloutRecord, trainer: TrainerRecord, values: str) -> Sugg
     shorter = min(len(ours), len(theirs))
     if len(ours) != len(theirs) and np.array_equal(ours[:shorter], theirs[:shorter]):
         return Suggestion("truncation", CERTAIN, f"{values}: the shorter sequence is the beginning of the longer one")
+    if len(ours) != len(theirs) and np.array_equal(ours[-shorter:], theirs[-shorter:]):
+        return Suggestion("truncation", CERTAIN, f"{values}: the shorter sequence is the end of the longer one")
     at = int(np.flatnonzero(ours[:shorter] != theirs[:shorter])[0])
     tail = 0
     while tail < shorter - at and ours[len(ours) - 1 - tail] == theirs[len(theirs) - 1 - tail]:

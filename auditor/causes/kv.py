@@ -6,13 +6,14 @@ table that is wrong by one shows another block's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import HINT, Evidence, Suggestion
-from auditor.causes.oracle import Oracle, VersionUnavailable
+from auditor.causes.oracle import I64, Oracle, VersionUnavailable
 from auditor.causes.search import Candidate, Model, nearest, nearest_model, promising
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
@@ -41,13 +42,19 @@ def _of_older_versions(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate
         except VersionUnavailable:
             continue
         for first, last in _spans(evidence, oracle, old):
-            decoder = _with_keys(oracle.decoder, layers, first, last)
-            if first and not promising(evidence, oracle, decoder):
-                continue
-            new = oracle.logprobs(decoder)
-            predicted = np.where(oracle.rows < last, old, new).astype(np.float32) if first == 0 else new
-            name = f"keys and values of tokens {first} to {last - 1} of weight version {version}"
-            yield "stale_kv", name, predicted
+            for what, kinds in (("keys and values", (0, 1)), ("keys", (0,)), ("values", (1,))):
+                decoder = _with_keys(oracle.decoder, layers, slice(first, last), kinds)
+                values = partial(_mended, evidence, oracle, decoder, old, 0 if first else last)
+                if promising(evidence, oracle, values):
+                    name = f"{what} of tokens {first} to {last - 1} of weight version {version}"
+                    yield "stale_kv", name, values(np.arange(len(oracle.rows)))
+
+
+def _mended(evidence: Evidence, oracle: Oracle, decoder: Decoder, old: Logprobs, old_until: int, rows: I64) -> Logprobs:
+    """Of some rows; what stands in the prefix may have been said before the new weights came, or after."""
+    new = oracle.logprobs_of_rows(decoder, rows)
+    was_old = (oracle.rows[rows] < old_until) & (evidence.found[oracle.window][rows] == old[rows])
+    return np.where(was_old, old[rows], new).astype(np.float32)
 
 
 def lost_blocks(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
@@ -133,14 +140,15 @@ def _record(oracle: Oracle, decoder: Decoder) -> tuple[list[Kv], Logprobs]:
     return layers, oracle.logprobs(edited(decoder, Edit("attention", keep)))
 
 
-def _with_keys(decoder: Decoder, layers: Sequence[Kv], first: int, last: int) -> Decoder:
-    """The decoder with the given keys and values of tokens first..last, layer by layer."""
+def _with_keys(decoder: Decoder, layers: Sequence[Kv], where: slice, kinds: Sequence[int]) -> Decoder:
+    """The decoder with the given keys (0) or values (1) of some tokens, layer by layer."""
 
     def of_layer(foreign: Kv) -> Callable[..., Any]:
         def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
-            k, v = k.copy(), v.copy()
-            k[first:last], v[first:last] = (cache[first:last][: len(k[first:last])] for cache in foreign)
-            return plain.attention(q, k, v, cu_q, cu_k)
+            caches = k.copy(), v.copy()
+            for kind in kinds:
+                caches[kind][where] = foreign[kind][where][: len(k[where])]
+            return plain.attention(q, *caches, cu_q, cu_k)
 
         return attention
 

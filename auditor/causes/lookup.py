@@ -31,12 +31,14 @@ def value_order(evidence: Evidence) -> Iterator[Suggestion]:
         return
     origin = np.array([place.get(int(bits), -1) for bits in found])
     moved = evidence.differs & (origin >= 0)
-    if moved.sum() < max(_LEAST, _ENOUGH * evidence.differs.sum()):
+    numbers, times = np.unique(found[evidence.differs], return_counts=True)
+    put = numbers[times > 2]  # what stands where values were missing
+    if moved.sum() < max(_LEAST, _ENOUGH * (evidence.differs & ~np.isin(found, put)).sum()):
         return
     lag = origin - np.arange(len(found))
     known = np.flatnonzero(origin >= 0)
     starts = [int(known[0]), *(int(at) for before, at in pairwise(known) if lag[at] != lag[before])]
-    if len(starts) < 2:
+    if len(starts) < 2 and origin.min() >= 0:
         return  # one lag for all is another cause's
     exact = bool(origin.min() >= 0)
     by = int(lag[moved][0])

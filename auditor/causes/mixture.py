@@ -1,6 +1,6 @@
 """Two versions of the weights in one model: which tensors are of which, or how far all have come between them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -19,6 +19,8 @@ _BY_COLUMN: Final = ("o_proj", "down_proj")
 _BLOCKS: Final = ("self_attn.", "mlp.", "norm", "proj")
 _ON_THE_WAY: Final = 0.75  # of the difference: what a first guess must leave at most to be worked on
 _PASSES: Final = 3
+_FEW: Final = 12
+_TILE: Final = 64  # tokens of the vocabulary that a rank has whole
 
 Chosen = frozenset[str]
 
@@ -26,8 +28,9 @@ Chosen = frozenset[str]
 class Mixture:
     """The oracle's own weights, `now`, with parts of another version, `old`, judged on some rows of the window."""
 
-    def __init__(self, oracle: Oracle, old: Decoder, rows: np.ndarray, found: Logprobs) -> None:
+    def __init__(self, oracle: Oracle, old: Decoder, rows: np.ndarray, found: Logprobs, truth: Logprobs) -> None:
         self._oracle, self._rows = oracle, rows
+        self._before = float(np.abs(found[:_FEW].astype(np.float64) - truth[:_FEW]).mean())
         self._now, self._old = oracle.decoder.weights, old.weights
         self._found = found.astype(np.float64)
         self._said: dict[Chosen, F64] = {}
@@ -40,7 +43,7 @@ class Mixture:
         kinds and of layers, as if they added up; the best guess is then worked on one tensor at a time.
         """
         truth = self._found - delta
-        guesses = [frozenset(n for n in self._names if part in n) for part in _BLOCKS]
+        guesses = list(self._blocks())
         for groups in self._groupings():
             effects = np.stack([self._values(group) - truth for group in groups], axis=1)
             guesses += [frozenset().union(*(groups[at] for at in chosen)) for chosen in subsets(effects, delta)]
@@ -49,27 +52,51 @@ class Mixture:
             best = self._worked_on(best)
             yield self._name(best), self._mixed(best)
         for rank, ranks in ((rank, count) for count in _RANKS for rank in range(count)):
-            yield f"the part of rank {rank} of {ranks}", self._with(_sharded(self._now, self._old, rank, ranks))
+            sharded = self._with(_sharded(self._now, self._old, rank, ranks))
+            if self._helps(sharded):
+                yield f"the part of rank {rank} of {ranks}", sharded
 
-    def shares(self, moved: float) -> Iterator[tuple[float, Decoder]]:
-        """Shares of what came since `old` that may have been added, once being right; moved: how far it is from that.
+    def shares(self, delta: F64) -> Iterator[tuple[str, Decoder]]:
+        """Shares of what came since `old` that may have been added, once being right, in all tensors or in a block.
 
-        To the first order, which is near: one digit after the other is then looked for around it.
+        The effect of a block, times some number, gives it to the first order; one digit after the other is then
+        looked for around it.
         """
-        share, said = round(1 - moved, 1), dict[float, float]()
-        for step in (0.1, 0.1, 0.05, 0.02, 0.01):
-            near = [round(share + by * step, 2) for by in (0, 1, -1)]
-            for value in near:
-                if value not in said and value not in (0.0, 1.0):
-                    said[value] = self._error_of(self._shared(value))
-            share = min((value for value in near if value in said), key=said.__getitem__, default=share)
-            if said.get(share) == 0.0:
-                break
-        for value in dict.fromkeys((share, *_USUAL_SHARES)):
-            yield value, self._shared(value)
+        truth, fits = self._found - delta, []
+        for block in dict.fromkeys((frozenset(self._names), *self._blocks())):
+            effect = self._values(block) - truth
+            moved = float(effect @ delta / max(float(effect @ effect), 1e-300))
+            fits.append((float(np.abs(moved * effect - delta).mean()), moved, block))
+        left, moved, block = min(fits, key=lambda fit: fit[0])
+        if left > _ON_THE_WAY * np.abs(delta).mean():
+            return
+        for share in (self._digits(round(1 - moved, 1), block), *_USUAL_SHARES):
+            where = "" if len(block) == len(self._names) else f" in {self._name(block)}"
+            shared = self._shared(share, block)
+            if self._helps(shared):
+                yield f"{share:g} times what came since{where}", shared
 
-    def _shared(self, share: float) -> Decoder:
-        return self._with({n: _moved(self._old[n], w, share) for n, w in self._now.items()})
+    def _digits(self, share: float, block: Chosen) -> float:
+        said: dict[float, float] = {}
+        for step in (0.1, 0.1, 0.05, 0.02, 0.01):
+            near = [value for by in (0, 1, -1) if (value := round(share + by * step, 2)) not in (0.0, 1.0)]
+            for value in near:
+                if value not in said:
+                    said[value] = self._error_of(self._shared(value, block))
+            share = min(near, key=said.__getitem__)
+            if said[share] == 0.0:
+                break
+        return share
+
+    def _blocks(self) -> Iterator[Chosen]:
+        """Large parts: a block of all layers, a kind, a run of layers."""
+        yield from (frozenset(n for n in self._names if part in n) for part in _BLOCKS)
+        for groups in list(self._groupings())[-2:]:
+            yield from groups
+
+    def _shared(self, share: float, block: Chosen) -> Decoder:
+        moved = {name: _moved(self._old[name], self._now[name], share) for name in block}
+        return self._with({**self._now, **moved})
 
     def _worked_on(self, chosen: Chosen) -> Chosen:
         """Tensors put in or taken out, one at a time, while that brings the values nearer."""
@@ -106,6 +133,12 @@ class Mixture:
     def _error(self, chosen: Chosen) -> float:
         return float(np.abs(self._values(chosen) - self._found).mean())
 
+    def _helps(self, decoder: Decoder) -> bool:
+        """Whether it takes away some of the difference of a few rows."""
+        few = self._rows[:_FEW]
+        left = np.abs(self._oracle.logprobs_of_rows(decoder, few) - self._found[:_FEW]).mean()
+        return bool(left < _ON_THE_WAY * self._before)
+
     def _error_of(self, decoder: Decoder) -> float:
         return float(np.abs(self._oracle.logprobs_of_rows(decoder, self._rows) - self._found).mean())
 
@@ -140,11 +173,14 @@ def _sharded(now: dict[str, Bits], old: dict[str, Bits], rank: int, ranks: int) 
     mixed = dict(now)
     for name, value in now.items():
         axis = int(any(kind in name for kind in _BY_COLUMN))
-        if value.ndim == 2 and value.shape[axis] % ranks == 0:
-            parts: Sequence[Bits] = np.array_split(value, ranks, axis)
-            mixed[name] = np.concatenate(
-                [*parts[:rank], np.array_split(old[name], ranks, axis)[rank], *parts[rank + 1 :]], axis
-            )
+        if value.ndim != 2:
+            continue
+        width = value.shape[axis]
+        tile = _TILE if "embed" in name or "lm_head" in name else 1
+        size = -(-width // (ranks * tile)) * tile
+        mine = (slice(None),) * axis + (slice(rank * size, min((rank + 1) * size, width)),)
+        mixed[name] = value.copy()
+        mixed[name][mine] = old[name][mine]
     return mixed
 
 

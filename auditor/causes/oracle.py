@@ -4,6 +4,7 @@ T tokens of the window, E hidden, V vocabulary, W response tokens of the window.
 recomputed, for a long sample would cost more than it tells.
 """
 
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -93,8 +94,12 @@ class Oracle:
 
     def head(self, decoder: Decoder, hidden: Bits) -> F32:
         """fp32 logits [W,V] of hidden [W,E]."""
-        name = "model.embed_tokens.weight" if decoder.config.tied else "lm_head.weight"
-        return decoder.reference.gemm_fp32(hidden, decoder.weights[name])
+        return decoder.reference.gemm_fp32(hidden, _head_of(decoder))
+
+    @property
+    def head_weights(self) -> Bits:
+        """Weights of the output layer, bf16 [V,E]."""
+        return _head_of(self.decoder)
 
     def from_logits(
         self, logits: F32, temperature: float | None = None, targets: npt.NDArray[np.int64] | None = None
@@ -133,6 +138,15 @@ class Oracle:
         except (RecomputeError, ModelError) as error:
             raise VersionUnavailable(f"weight version {version}: {error}") from error
 
+    def of_version(self, version: int) -> "Oracle":
+        """The same sample under another weight version; VersionUnavailable."""
+        other = copy.copy(self)
+        other.decoder = self.version(version)
+        other.said = []
+        for name in ("own_hidden", "own_logits"):
+            other.__dict__.pop(name, None)
+        return other
+
     def _check_budget(self) -> None:
         if self._budget <= 0 or time.monotonic() > self._deadline:
             raise OutOfBudget
@@ -151,3 +165,7 @@ class Oracle:
     def with_segments(self, segments: int) -> Decoder:
         """The decoder with its row-parallel sums cut in another number of parts."""
         return replace(self.decoder, contract=model_contract(self.decoder.contract.profile.name, segments=segments))
+
+
+def _head_of(decoder: Decoder) -> Bits:
+    return decoder.weights["model.embed_tokens.weight" if decoder.config.tied else "lm_head.weight"]

@@ -13,13 +13,14 @@ import numpy as np
 from auditor.causes.evidence import Evidence, Suggestion, correlation
 
 _USUAL_NOISE: Final = 0.03  # where nobody could be asked
-_BEYOND: Final = 1.5  # times the noise: more than rounding makes
+_BEYOND: Final = 2.0  # times the noise: more than rounding makes
 _FALLBACK: Final = 0.35  # much looks like it
 _TRENDING: Final = 0.42
 _LEAST: Final = 12
 _GROWTH: Final = 4.0
-_SHRINKING: Final = 1.3
-_TREND: Final = 0.15
+_SHRINKING: Final = 1.4
+_MOST_OF: Final = 0.9
+_TREND: Final = 0.2
 
 
 def flat_last_bits(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
@@ -76,6 +77,19 @@ def trend(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
             "other_context",
             _TRENDING,
             f"the difference shrinks along the response, as where other tokens stand in front of it: {numbers}",
+        )
+
+
+def begins_somewhere(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
+    """Equal bits up to some token and hardly any behind it: from there on another cache is read, or another chunk."""
+    differs = np.flatnonzero(evidence.differs)
+    after = int((np.flatnonzero(evidence.active) >= differs[0]).sum())
+    if evidence.begins is not None and differs.size >= max(_LEAST, _MOST_OF * after):
+        yield Suggestion(
+            "kv_boundary",
+            _TRENDING,
+            f"every value up to token {differs[0]} is right, and {differs.size} of {after} are wrong from there on,"
+            f" where position {evidence.begins} is computed",
         )
 
 

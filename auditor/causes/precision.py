@@ -45,11 +45,17 @@ FORMATS: Final[tuple[tuple[str, Rounding, float], ...]] = (
     ("FP8 (E4M3)", _e4m3, 448.0),
     ("8-bit integers", np.rint, 127.0),
     ("FP8 (E5M2)", _e5m2, 57344.0),
+    ("8-bit integers with a zero point", np.rint, 255.0),
     ("4-bit integers", np.rint, 7.0),
+    ("4-bit integers with a zero point", np.rint, 15.0),
 )
+_WHOLE: Final = ("a head", "a channel", "a tensor")  # scales that all tokens share
+_COARSE: Final = (7.0, 15.0)  # limits of what only weights and caches are held in
+_WITH_ZERO: Final = (255.0, 15.0)
 # Over which axes of keys [T,G,D], and of activations or weights [rows,K], a scale is shared; or how many of a row do.
 _OF_KEYS: Final[tuple[tuple[str, Any], ...]] = (
     ("a token and head", (2,)), ("a token", (1, 2)), ("a head", (0, 2)), ("a channel", (0,)), ("a tensor", (0, 1, 2)),
+    ("a block of 16 tokens and head", 16),
 )  # fmt: skip
 OF_ROWS: Final[tuple[tuple[str, Any], ...]] = (
     ("a row", (1,)),
@@ -70,12 +76,12 @@ def _cut(mantissa: int, half: int) -> Coarse:
     return rounded
 
 
-_CASTS: Final[tuple[tuple[str, Coarse], ...]] = (
+CASTS: Final[tuple[tuple[str, Coarse], ...]] = (
     ("in FP8 (E4M3) without a scale", lambda bits: narrow(_e4m3(widen(bits)))),
     ("in FP8 (E5M2) without a scale", lambda bits: narrow(_e5m2(widen(bits)))),
     *(
         (f"cut to {m} bits of mantissa{', half rounded up' if half else ''}", _cut(m, half))
-        for m in (3, 2)
+        for m in (5, 4, 3, 2)
         for half in (1, 0)
     ),
 )
@@ -86,16 +92,23 @@ def coarse(rounding: Rounding, limit: float, over: Any) -> Coarse:
 
     def rounded(bits: Bits) -> Bits:
         x = widen(bits)
-        if isinstance(over, int):
-            width = x.shape[1]
-            padded = np.pad(x, ((0, 0), (0, -width % over))).reshape(len(x), -1, over)
-            return narrow(_scaled(padded, (2,), rounding, limit).reshape(len(x), -1)[:, :width])
-        return narrow(_scaled(x, over, rounding, limit))
+        if not isinstance(over, int):
+            return narrow(_scaled(x, over, rounding, limit))
+        if x.ndim == 3:  # so many tokens, of each head
+            padded = np.pad(x, ((0, -len(x) % over), (0, 0), (0, 0))).reshape(-1, over, *x.shape[1:])
+            return narrow(_scaled(padded, (1, 3), rounding, limit).reshape(-1, *x.shape[1:])[: len(x)])
+        padded = np.pad(x, ((0, 0), (0, -x.shape[1] % over))).reshape(len(x), -1, over)
+        return narrow(_scaled(padded, (2,), rounding, limit).reshape(len(x), -1)[:, : x.shape[1]])
 
     return rounded
 
 
 def _scaled(x: F32, axes: tuple[int, ...], rounding: Rounding, limit: float) -> F32:
+    if limit in _WITH_ZERO:
+        low, high = x.min(axis=axes, keepdims=True), x.max(axis=axes, keepdims=True)
+        scale = np.maximum(high - low, _LEAST) / np.float32(limit)
+        shifted: F32 = (rounding(((x - low) / scale).astype(np.float32)) * scale + low).astype(np.float32)
+        return shifted
     scale = np.maximum(np.abs(x).max(axis=axes, keepdims=True), _LEAST) / np.float32(limit)
     result: F32 = (rounding((x / scale).astype(np.float32)) * scale).astype(np.float32)
     return result
@@ -108,7 +121,7 @@ def low_precision(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 
 
 def _models(decoder: Decoder) -> Iterator[Model]:
-    for name, cast in _CASTS:
+    for name, cast in CASTS:
         edit = Edit("attention", coarse_keys(cast, True, True))
         yield Model.of(decoder, "kv_precision", f"keys and values {name}", edit)
     for format_, to, limit in FORMATS:
@@ -117,7 +130,10 @@ def _models(decoder: Decoder) -> Iterator[Model]:
             for what, keys, values in (("keys and values", True, True), ("keys", True, False), ("values", False, True)):
                 edit = Edit("attention", coarse_keys(rounded, keys, values))
                 name = f"{what} in {format_} with a scale {over}"
-                yield Model.of(decoder, "kv_precision", name, edit, f"{what} {limit}")
+                whole = over in _WHOLE
+                yield Model.of(decoder, "kv_precision", name, edit, f"{what} {limit}", whole=whole)
+        alike = Edit("attention", _coarse_attention(coarse(to, limit, (2,))))
+        yield Model.of(decoder, "activation_precision", f"queries, keys and values in {format_}", alike)
     if sum(weight.nbytes for weight in decoder.weights.values()) <= _LARGEST:
         yield from _products(decoder)
 
@@ -130,17 +146,17 @@ def _products(decoder: Decoder) -> Iterator[Model]:
             name = f"matrices in {format_} with a scale {_for(over)}"
             edit = Edit("gemm", _product(None, of_weights))
             yield Model.of(decoder, "weight_precision", name, edit, f"weights {limit}")
-            for share, axes_in in OF_ROWS[:3] if limit > 7.0 else ():
+            for share, axes_in in OF_ROWS[:3] if limit not in _COARSE else ():
                 both = Edit("gemm", _product(coarse(to, limit, axes_in), of_weights))
                 said = (
                     f"products in {format_}, with a scale {_for(over)} of the weights and {_for(share)} of the inputs"
                 )
-                yield Model.of(decoder, "activation_precision", said, both, f"products {limit}")
-        if limit > 7.0:
+                yield Model.of(decoder, "activation_precision", said, both, f"products {limit}", whole=share in _WHOLE)
+        if limit not in _COARSE:
             for over, axes in OF_ROWS[:3]:
                 alone = Edit("gemm", _product(coarse(to, limit, axes), None))
                 said = f"inputs of products in {format_} with a scale {_for(over)}"
-                yield Model.of(decoder, "activation_precision", said, alone, f"inputs {limit}")
+                yield Model.of(decoder, "activation_precision", said, alone, f"inputs {limit}", whole=over in _WHOLE)
 
 
 def _for(over: str) -> str:
@@ -164,6 +180,13 @@ def coarse_keys(rounded: Coarse, keys: bool, values: bool) -> Callable[..., Any]
 
     def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
         return plain.attention(q, rounded(k) if keys else k, rounded(v) if values else v, cu_q, cu_k)
+
+    return attention
+
+
+def _coarse_attention(rounded: Coarse) -> Callable[..., Any]:
+    def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        return plain.attention(rounded(q), rounded(k), rounded(v), cu_q, cu_k)
 
     return attention
 

@@ -1,6 +1,7 @@
 """Rotations: another base or scaling on one side, or positions that go another way from some token on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +11,7 @@ from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
 from auditor.causes.fit import best_fit, few_digits
 from auditor.causes.oracle import F64, Oracle
 from auditor.causes.search import Candidate, Model, nearest, nearest_model
-from auditor.compare import Logprobs
+from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I64, Bits, Reference
 
 _THETAS: Final = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
@@ -18,6 +19,9 @@ _FACTORS: Final = (2.0, 4.0, 8.0, 3.0, 1.5, 6.0, 16.0, 32.0, 0.5, 2.5, 5.0, 10.0
 _OFFSETS: Final = (1, -1, 2, -2, 3, -3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128)
 _ROUNDING: Final = 0.1  # a median difference above which positions do more than round
 _FEW: Final = 4
+_TRIAL: Final = 12
+_PROMISING: Final = 0.7
+_KINDS: Final = ("Llama 3 scaling", "YaRN scaling", "YaRN scaling with lengths left as they are")
 _MOST_PADS: Final = 96
 
 
@@ -25,7 +29,8 @@ def rope(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Try what people get wrong; the best one that explains enough is named."""
     best = nearest_model(evidence, oracle, _models(evidence, oracle))
     if best is None or (best.score < CERTAIN and best.cause == "rope_scaling"):
-        fitted = nearest(evidence, oracle, _fitted_bases(evidence, oracle))
+        fits = chain(_stretched(evidence, oracle), _fitted(evidence, oracle))
+        fitted = nearest(evidence, oracle, fits)
         if fitted is not None and (best is None or fitted.score > best.score):
             best = fitted
     if best is not None:
@@ -50,25 +55,33 @@ def _padded(evidence: Evidence, oracle: Oracle, few: np.ndarray) -> Iterator[Can
             return
 
 
-def _fitted_bases(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
-    """A base that is none of the usual ones: the one that fits best, and its roundings. Some thirty forwards."""
-    window, stated, own = oracle.window, oracle.decoder.config.rope_theta, oracle.frequencies
-    found, truth = evidence.found[window], evidence.truth[window]
-    usable = np.flatnonzero(evidence.active[window] & np.isfinite(found))
-    if not usable.size:
+def _fitted(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    """A base or a factor that is none of the usual ones: the one that fits best on a few rows, and its roundings."""
+    few = _few_wrong(evidence, oracle)
+    if few.size < _FEW:
         return
+    stated, own = oracle.decoder.config.rope_theta, oracle.frequencies
+    found, truth = (values[oracle.window][few].astype(np.float64) for values in (evidence.found, evidence.truth))
+    where = np.arange(len(oracle.tokens), dtype=np.float64)
+    kinds = (
+        ("RoPE base", 0.02 * stated, 200.0 * stated, lambda theta: _base(own, stated, theta)),
+        ("linear RoPE scaling by", 0.25, 64.0, lambda factor: own / factor),
+    )
+    for name, low, high, scaled in kinds:
 
-    def under(theta: float) -> Logprobs:
-        where = np.arange(len(oracle.tokens), dtype=np.float64)
-        return oracle.logprobs(edited(oracle.decoder, _turned(oracle, where, _base(own, stated, theta))))
+        def under(value: float, scaled: Callable[[float], F64] = scaled) -> Decoder:
+            return edited(oracle.decoder, _turned(oracle, where, scaled(value)))
 
-    def error(theta: float) -> float:
-        return float(np.abs(under(theta)[usable].astype(np.float64) - found[usable]).mean())
+        def error(value: float, under: Callable[[float], Decoder] = under) -> float:
+            return float(np.abs(oracle.logprobs_of_rows(under(value), few) - found).mean())
 
-    before = float(np.abs(truth[usable].astype(np.float64) - found[usable]).mean())
-    fitted = best_fit(error, 0.02 * stated, 200.0 * stated, grid=12, steps=8, hopeless=0.8 * before)
-    for theta in few_digits(fitted) if fitted is not None else []:
-        yield "rope_scaling", f"RoPE base {theta:g} (config: {stated:g})", under(theta)
+        fitted = best_fit(error, low, high, grid=12, steps=10, hopeless=0.8 * float(np.abs(truth - found).mean()))
+        for value in few_digits(fitted) if fitted is not None else []:
+            yield "rope_scaling", f"{name} {value:g}", oracle.logprobs(under(value))
+
+
+def _few_wrong(evidence: Evidence, oracle: Oracle) -> np.ndarray:
+    return np.flatnonzero(evidence.differs[oracle.window] & np.isfinite(evidence.found[oracle.window]))[:_TRIAL]
 
 
 def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
@@ -105,12 +118,49 @@ def _scalings(oracle: Oracle) -> Iterator[tuple[str, F64, float]]:
             yield f"RoPE base {theta:g} (config: {stated:g})", _base(own, stated, theta), 1.0
     for factor in (2.0, 4.0, 8.0, 16.0, 32.0, 40.0):
         yield f"NTK scaling by {factor:g}", _base(own, stated, stated * factor ** (len(own) / (len(own) - 1))), 1.0
-        for original in dict.fromkeys((oracle.decoder.config.max_position, 4096, 32768)):
-            yarn = _yarn(own, stated, factor, original)
-            yield f"YaRN scaling by {factor:g} of {original}", yarn, 0.1 * np.log(factor) + 1.0
-            yield f"YaRN scaling by {factor:g} of {original}, lengths left as they are", yarn, 1.0
-    for factor in (8.0, 32.0):
-        yield f"Llama 3 scaling by {factor:g}", _llama3(own, factor), 1.0
+
+
+Stretch = tuple[int, float, float]  # kind, factor, original length
+
+
+def _stretched(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    """YaRN and Llama 3's scaling: the factor and the original length that fit best on a few rows, in powers of two."""
+    few = _few_wrong(evidence, oracle)
+    if few.size < _FEW:
+        return
+    wanted, truth = (values[oracle.window][few].astype(np.float64) for values in (evidence.found, evidence.truth))
+    said: dict[Stretch, float] = {}
+
+    def error(stretch: Stretch) -> float:
+        if stretch not in said:
+            trial = oracle.logprobs_of_rows(edited(oracle.decoder, _of(oracle, stretch)), few)
+            said[stretch] = float(np.abs(trial - wanted).mean())
+        return said[stretch]
+
+    for kind in range(len(_KINDS)):
+        best = min(((kind, f, n) for f in (4.0, 16.0) for n in (64.0, 1024.0, 16384.0)), key=error)
+        step = 4.0
+        while step > 1.5 and error(best) > 0.0:
+            _, factor, original = best
+            near = [(kind, factor * by, original) for by in (step, 1 / step)]
+            near += [(kind, factor, original * by) for by in (step, 1 / step)]
+            closer = min(near, key=error)
+            if error(closer) < error(best):
+                best = closer
+            else:
+                step /= 2
+        if error(best) < _PROMISING * float(np.abs(truth - wanted).mean()):
+            name = f"{_KINDS[kind]} by {best[1]:g} of {best[2]:g} positions"
+            yield "rope_scaling", name, oracle.logprobs(edited(oracle.decoder, _of(oracle, best)))
+
+
+def _of(oracle: Oracle, stretch: Stretch) -> Edit:
+    kind, factor, original = stretch
+    where, own = np.arange(len(oracle.tokens), dtype=np.float64), oracle.frequencies
+    if kind == 0:
+        return _turned(oracle, where, _llama3(own, factor, original))
+    yarn = _yarn(own, oracle.decoder.config.rope_theta, factor, original)
+    return _turned(oracle, where, yarn, 0.1 * np.log(factor) + 1.0 if kind == 1 else 1.0)
 
 
 def _moves(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, F64]]:
@@ -135,7 +185,7 @@ def _base(own: F64, stated: float, theta: float) -> F64:
     return changed
 
 
-def _yarn(own: F64, theta: float, factor: float, original: int) -> F64:
+def _yarn(own: F64, theta: float, factor: float, original: float) -> F64:
     """Frequencies of YaRN (arXiv 2309.00071), its ramp from 32 to 1 rotations."""
     dim = 2 * len(own)
 
@@ -148,9 +198,9 @@ def _yarn(own: F64, theta: float, factor: float, original: int) -> F64:
     return scaled
 
 
-def _llama3(own: F64, factor: float) -> F64:
-    """Llama 3's scaling: original length 8192, wavelengths blended between 8192 / 4 and 8192."""
+def _llama3(own: F64, factor: float, original: float) -> F64:
+    """Llama 3's scaling: wavelengths blended between a quarter of the original length and all of it."""
     wavelength = 2 * np.pi / own
-    smooth = np.clip((8192 / wavelength - 1.0) / 3.0, 0.0, 1.0)
+    smooth = np.clip((original / wavelength - 1.0) / 3.0, 0.0, 1.0)
     scaled: F64 = (1.0 - smooth) * own / factor + smooth * own
     return scaled

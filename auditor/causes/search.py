@@ -4,7 +4,7 @@ A model costs a forward, so it is first tried on a few wrong rows, which cost as
 A change whose effect points where the side's does, and is not it, is then looked for in some places only.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from auditor.causes.edits import Edit, Place, edited, places
 from auditor.causes.evidence import CERTAIN, Evidence, Suggestion, bits_hit, explained, worth_saying
-from auditor.causes.oracle import F64, Oracle
+from auditor.causes.oracle import F64, I64, Oracle
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 
@@ -36,6 +36,7 @@ class Model:
 
     kin: of one kin, the first has the smallest effect, and none one much larger. apart: whether it is looked for in
     some places only even where its effect everywhere tells nothing, since one place outweighs the others.
+    whole: whether what it does to the first tokens depends on the last ones.
     """
 
     cause: str
@@ -44,11 +45,12 @@ class Model:
     kin: str = ""
     edit: Edit | None = None
     apart: bool = False
+    whole: bool = False
 
     @classmethod
-    def of(cls, decoder: Decoder, cause: str, name: str, edit: Edit, kin: str = "", apart: bool = False) -> "Model":
+    def of(cls, decoder: Decoder, cause: str, name: str, edit: Edit, kin: str = "", **more: bool) -> "Model":
         """The decoder with an op changed everywhere."""
-        return cls(cause, name, edited(decoder, edit), kin, edit, apart)
+        return cls(cause, name, edited(decoder, edit), kin, edit, **more)
 
 
 def nearest(evidence: Evidence, oracle: Oracle, candidates: Iterable[Candidate]) -> Suggestion | None:
@@ -81,14 +83,13 @@ def nearest_model(evidence: Evidence, oracle: Oracle, models: Iterable[Model]) -
     return best
 
 
-def promising(evidence: Evidence, oracle: Oracle, decoder: Decoder) -> bool:
-    """Whether a few wrong rows do not rule a decoder out."""
+def promising(evidence: Evidence, oracle: Oracle, values: Callable[[I64], Logprobs]) -> bool:
+    """Whether a few wrong rows of the window do not rule a prediction out; values: of such rows."""
     found, truth = evidence.found[oracle.window], evidence.truth[oracle.window]
     few = np.flatnonzero(evidence.differs[oracle.window] & np.isfinite(found))[:_FEW]
     if few.size < _LEAST:
         return True
-    trial = oracle.logprobs_of_rows(decoder, few)
-    return explained(found[few], truth[few], trial, np.ones(few.size, np.bool_)) >= _HOPELESS
+    return explained(found[few], truth[few], values(few), np.ones(few.size, np.bool_)) >= _HOPELESS
 
 
 class _Trial:
@@ -112,7 +113,11 @@ class _Trial:
             if model.kin in off:
                 continue
             if self._few.size >= _LEAST:
-                trial = self._oracle.logprobs_of_rows(model.decoder, self._few)
+                trial = (
+                    self._oracle.logprobs(model.decoder)[self._few]
+                    if model.whole
+                    else self._oracle.logprobs_of_rows(model.decoder, self._few)
+                )
                 effect = trial.astype(np.float64) - truth
                 size = float(np.abs(effect).mean() / np.abs(delta).mean())
                 if model.kin and not _SMALLER < size < _LARGER:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from auditor.causes.edits import Edit
+from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle
 from auditor.causes.search import Model, nearest_model
@@ -22,6 +22,7 @@ Mask = Callable[[int], list[Part]]
 _WINDOWS: Final = (4096, 2048, 1024, 512, 256, 128, 64, 48, 32, 24, 16, 8)
 _CHUNKS: Final = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
 _SINK: Final = 4
+_FEW_LAYERS: Final = 4
 _BLOCKS: Final = (16, 32, 64, 128, 256)
 
 
@@ -111,6 +112,17 @@ def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
     for cause, name, mask in _masks(evidence, oracle):
         edit = Edit("attention", seeing(mask))
         yield Model.of(oracle.decoder, cause, f"an attention in which {name}", edit)
+        for layers in _some_layers(oracle.decoder.config.layers) if "back" in name else ():
+            there = edit.at(*((layer, 0) for layer in layers))
+            said = f"an attention in which, in layers {', '.join(map(str, layers))}, {name}"
+            yield Model(cause, said, edited(oracle.decoder, there))
+
+
+def _some_layers(count: int) -> list[tuple[int, ...]]:
+    """Where models with two kinds of attention have the one that sees less."""
+    single = [range(at, at + 1) for at in range(count)] if count <= _FEW_LAYERS else []
+    tried = dict.fromkeys(tuple(layers) for layers in (*single, range(0, count, 2), range(1, count, 2)))
+    return [layers for layers in tried if 0 < len(layers) < count]
 
 
 def _masks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, str, Mask]]:

@@ -21,10 +21,13 @@ _LEAST: Final = 8
 _MOST: Final = 16  # tokens that may have been touched
 _LEFT: Final = 0.1  # of the mass, not explained
 _EACH: Final = 0.3  # of a row's mass, not explained
+_ROWS_A_TOKEN: Final = 8  # that a token explains, unless all is exact
 _FITTING: Final = 0.75  # of the rows
 _EXACT: Final = 1e-4
+_NOISE: Final = 5e-3
 _ROUNDING: Final = 1e-6
 _MASKED: Final = -0.99
+_EVEN: Final = 0.35  # of the mean: how far a filter's mass spreads
 _MUCH: Final = 2.0  # a difference that padding does not make
 
 
@@ -48,7 +51,8 @@ def touched_tokens(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         left = np.abs(added - columns[:, support] @ shares)
         explained = 1.0 - float(left.sum() / np.abs(added).sum())
         fits = (left < _EACH * np.abs(added)).mean() > _FITTING
-        if explained >= 1.0 - _LEFT and fits and _varies(columns[:, support] @ shares):
+        few = len(support) * _ROWS_A_TOKEN <= rows.size or explained > 1.0 - _EXACT * _ROWS_A_TOKEN
+        if few and explained >= 1.0 - _LEFT and fits and _varies(columns[:, support] @ shares):
             yield _said(support, shares, explained, columns.shape[1] - 1, scale)
             if columns.shape[1] - 1 not in support and (
                 best := nearest(evidence, oracle, _moved(oracle, support, shares))
@@ -62,19 +66,18 @@ def tokens_forbidden(evidence: Evidence) -> Iterator[Suggestion]:
     delta = evidence.delta[evidence.active]
     if delta.size < 12 or np.abs(np.median(delta)) < 1e-3:
         return
-    high, low = (delta > 0).mean() > 0.98, (delta < 0).mean() > 0.98
-    if high:
-        said = "too high", "tokens of", f"{1 - np.exp(-delta.min()):.1%} to {1 - np.exp(-delta.max()):.1%}", "left out"
-    elif low and correlation(evidence.found, evidence.truth) > 0.95 and delta.min() > -_MUCH:
-        said = "too low", "something of", f"{np.expm1(-delta.max()):.1%} to {np.expm1(-delta.min()):.1%}", "counted too"
+    share = np.abs(np.expm1(-delta))
+    numbers = f"by {np.abs(delta).min():.3g} to {np.abs(delta).max():.3g}, as in a softmax in which"
+    if (delta > 0).mean() > 0.98:
+        # A filter of the likeliest leaves out much the same mass everywhere, other tokens have what mass they have.
+        cause = "truncated_sampling" if share.std() < _EVEN * share.mean() else "logit_processor"
+        said = f"too high, {numbers} tokens of {share.min():.1%} to {share.max():.1%} of the mass were left out"
+    elif (delta < 0).mean() > 0.98 and correlation(evidence.found, evidence.truth) > 0.95 and delta.min() > -_MUCH:
+        cause = "vocabulary"
+        said = f"too low, {numbers} another {share.min():.1%} to {share.max():.1%} of the mass were counted"
     else:
         return
-    yield Suggestion(
-        "logit_processor" if high else "vocabulary",
-        HINT + 0.05,
-        f"all values are {said[0]}, by {np.abs(delta).min():.3g} to {np.abs(delta).max():.3g}, as in a softmax in which"
-        f" {said[1]} {said[2]} of the mass were {said[3]}",
-    )
+    yield Suggestion(cause, HINT + 0.05, f"all values are {said}")
 
 
 def _columns(oracle: Oracle, rows: np.ndarray) -> tuple[F64, float]:
@@ -99,7 +102,7 @@ def _pursued(columns: F64, added: F64) -> tuple[list[int], F64]:
         support.append(int(np.abs(gain).argmax()))
         shares = np.asarray(np.linalg.lstsq(columns[:, support], added, rcond=None)[0], np.float64)
         left = added - columns[:, support] @ shares
-        if np.abs(left).sum() < _EXACT * np.abs(added).sum():
+        if np.abs(left).sum() < _NOISE * np.abs(added).sum():
             break
     return support, shares
 

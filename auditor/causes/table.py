@@ -16,7 +16,7 @@ from auditor.causes.lookup import other_token, value_order
 from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
 from auditor.causes.nonfinite import nonfinite
 from auditor.causes.oracle import Oracle, OutOfBudget
-from auditor.causes.patterns import flat_last_bits, other_weights, trend
+from auditor.causes.patterns import begins_somewhere, flat_last_bits, other_weights, trend
 from auditor.causes.pieces import Piece, largest_piece, together
 from auditor.causes.precision import low_precision
 from auditor.causes.reduction import rounding_noise, split_sums
@@ -25,6 +25,7 @@ from auditor.causes.routing import other_experts
 from auditor.causes.seen import attention_mask
 from auditor.causes.shards import one_shard
 from auditor.causes.softmax import tokens_forbidden, touched_tokens
+from auditor.causes.steps import two_steps
 from auditor.causes.temperature import temperature
 from auditor.causes.transform import unrelated_values, value_transform
 from auditor.causes.truncation import truncation
@@ -53,7 +54,7 @@ READ: Final[tuple[Read, ...]] = (
     tokens_forbidden,
 )
 # What it looks like where nothing was found.
-LOOKS_LIKE: Final[tuple[Pattern, ...]] = (flat_last_bits, other_weights, trend)
+LOOKS_LIKE: Final[tuple[Pattern, ...]] = (flat_last_bits, other_weights, trend, begins_somewhere)
 # Computed by the reference; what is common and cheap first, for time may run out on a large model.
 COMPUTED: Final[tuple[Compute, ...]] = (
     temperature,
@@ -77,6 +78,7 @@ COMPUTED: Final[tuple[Compute, ...]] = (
     rope,
     lost_blocks,
     altered_weights,
+    two_steps,
     padded_positions,
 )
 

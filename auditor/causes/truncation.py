@@ -27,13 +27,19 @@ def truncation(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     lifted = lifts[rows]
     if rows.size < 4 or lifted.min() < -_TOLERANCE:
         return
-    descending = _descending(oracle, rows)
+    descending = _descending(oracle, rows, oracle.temperature)
     mass = np.cumsum(descending, axis=1)
     kept = np.array([_count(row, m) for row, m in zip(mass, np.exp(-np.maximum(lifted, 0.0)), strict=True)])
     fits = np.abs(np.log(mass[np.arange(rows.size), kept - 1]) + lifted) < _TOLERANCE
     if fits.mean() < 0.9:
         return
-    name = _filter(descending[fits], mass[fits], kept[fits])
+    name = ""
+    for heat in dict.fromkeys((oracle.temperature, 1.0)):
+        # Whatever the temperature, the likeliest tokens are the same ones.
+        seen = descending if heat == oracle.temperature else _descending(oracle, rows, heat)
+        if name := _filter(seen[fits], np.cumsum(seen[fits], axis=1), kept[fits]):
+            name += f" at temperature {heat:g}" if heat != oracle.temperature else ""
+            break
     if not name and _is_sharp(mass[fits], kept[fits]):
         name = "some filter, or several at once"
     if name:
@@ -45,9 +51,9 @@ def truncation(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         )
 
 
-def _descending(oracle: Oracle, rows: np.ndarray) -> F64:
+def _descending(oracle: Oracle, rows: np.ndarray, heat: float) -> F64:
     """Probabilities of each row, the largest first, float64 [rows,V]."""
-    z = oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64) / oracle.temperature
+    z = oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64) / heat
     p = np.exp(z - z.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     ordered: F64 = -np.sort(-p, axis=1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -70,7 +71,8 @@ def _reweighted(decoder: Decoder) -> Iterator[tuple[str, Callable[[str, Bits], B
     """Weights as another model would read them."""
     one = np.float32(1.0)
     if decoder.config.qk_norm:
-        yield "queries' and keys' norms without weights", lambda n, w: narrow(widen(w) * 0 + one) if _qk(n) else w
+        for part, name in (("", "queries' and keys' norms"), ("q_", "queries' norms"), ("k_", "keys' norms")):
+            yield f"{name} without weights", partial(_without_weights, part=part)
     yield "one added to the norms' weights", lambda n, w: narrow(widen(w) + one) if "norm" in n else w
     yield "one taken from the norms' weights", lambda n, w: narrow(widen(w) - one) if "norm" in n else w
     root = np.float32(np.sqrt(decoder.config.hidden))
@@ -81,8 +83,9 @@ def _reweighted(decoder: Decoder) -> Iterator[tuple[str, Callable[[str, Bits], B
     yield "no weights in the last norm", lambda n, w: narrow(widen(w) * 0 + one) if n == "model.norm.weight" else w
 
 
-def _qk(name: str) -> bool:
-    return "q_norm" in name or "k_norm" in name
+def _without_weights(name: str, weight: Bits, part: str) -> Bits:
+    ones = narrow(np.ones(weight.shape, np.float32))
+    return ones if ("q_norm" in name or "k_norm" in name) and part in name else weight
 
 
 def _with_epsilon(epsilon: float) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ from auditor.causes.search import Candidate, cosine, nearest
 _TRIED: Final = 12
 _ROWS: Final = 48  # wrong rows on which versions and their parts are told apart
 _LARGER: Final = 4.0  # times the effect of all of a version: what no part of it makes
-_IN_LINE: Final = 0.4  # cosine of a version's effect and the difference: where all tensors have moved by one share
 
 
 def stale_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
@@ -55,21 +54,19 @@ def _mixtures(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
         return
     delta = evidence.found[window][rows].astype(np.float64) - evidence.truth[window][rows]
     first = min(oracle.versions, default=stated)
-    for version, effect in _related(evidence, oracle, rows, delta):
+    for version in _related(evidence, oracle, rows, delta):
         cause = _cause(version, first, stated)
-        mixture = Mixture(oracle, oracle.version(version), rows, evidence.found[window][rows])
+        mixture = Mixture(
+            oracle, oracle.version(version), rows, evidence.found[window][rows], evidence.truth[window][rows]
+        )
         for name, decoder in mixture.parts(delta):
             yield cause, f"version {stated} with {name} of version {version}", oracle.logprobs(decoder)
-        if abs(cosine(effect, delta)) < _IN_LINE:
-            continue
-        for share, decoder in mixture.shares(float(effect @ delta / (effect @ effect))):
-            yield "adapter_scale", f"version {version} with {share:g} times what came since", oracle.logprobs(decoder)
+        for name, decoder in mixture.shares(delta):
+            yield "adapter_scale", f"version {version} with {name}", oracle.logprobs(decoder)
 
 
-def _related(
-    evidence: Evidence, oracle: Oracle, rows: np.ndarray, delta: np.ndarray
-) -> Iterator[tuple[int, np.ndarray]]:
-    """The version before, the first, and whichever points most where the difference does, with their effects [rows].
+def _related(evidence: Evidence, oracle: Oracle, rows: np.ndarray, delta: np.ndarray) -> list[int]:
+    """The version before, the first, and whichever points most where the difference does.
 
     None of which all has an effect far below the difference.
     """
@@ -84,6 +81,5 @@ def _related(
             continue
         if 0 < np.abs(delta).mean() < _LARGER * np.abs(effect).mean():
             effects[version] = effect
-    likest = sorted(effects, key=lambda version: -abs(cosine(effects[version], delta)))[:1]
-    chosen = [version for version in (*before[:1], *before[-1:], *likest) if version in effects]
-    yield from ((version, effects[version]) for version in dict.fromkeys(chosen))
+    likest = sorted(effects, key=lambda version: -abs(cosine(effects[version], delta)))[:2]
+    return list(dict.fromkeys(version for version in (*before[:1], *before[-1:], *likest) if version in effects))

@@ -1,0 +1,54 @@
+"""Two faults, one upon the other: what the right values' kin do not explain, those of another version or heat may.
+
+What is done to values, to logits and to rows costs no forward, so it is tried again upon what a first fault would give.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from auditor.causes.evidence import STRONG, Evidence, Suggestion
+from auditor.causes.head import low_precision_head
+from auditor.causes.lookup import value_order
+from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
+from auditor.causes.oracle import Oracle, VersionUnavailable
+from auditor.causes.temperature import temperature
+from auditor.causes.transform import value_transform
+from auditor.compare import Logprobs
+
+_OF_VALUES: Final = (shifted_values, shifted_from_a_point, value_order, value_transform)
+_OF_LOGITS: Final = (temperature, low_precision_head, wrong_row)
+
+
+def two_steps(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """A fault of values or logits upon values that were never heated, or upon another version's."""
+    if oracle.temperature != 1.0:
+        raw = oracle.from_logits(oracle.own_logits, 1.0)
+        yield from _upon("temperature 1", raw, evidence, oracle)
+    stated = evidence.record.weight_version
+    before = [version for version in sorted(oracle.versions, reverse=True) if version < stated]
+    for version in dict.fromkeys([*before[:1], *before[-1:]]):
+        try:
+            other = oracle.of_version(version)
+        except VersionUnavailable:
+            continue
+        name = f"weight version {version}"
+        yield from _upon(name, other.from_logits(other.own_logits), evidence, oracle)
+        for compute in _OF_LOGITS:
+            yield from (_beside(name, said) for said in compute(evidence, other) if said.score >= STRONG)
+
+
+def _upon(name: str, values: Logprobs, evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    truth, active = evidence.truth.copy(), np.zeros(len(evidence.truth), np.bool_)
+    truth[oracle.window] = values
+    active[oracle.window] = evidence.active[oracle.window]
+    other = replace(evidence, truth=truth, active=active)
+    if other.differs.any():
+        for read in _OF_VALUES:
+            yield from (_beside(name, said) for said in read(other) if said.score >= STRONG)
+
+
+def _beside(name: str, said: Suggestion) -> Suggestion:
+    return replace(said, evidence=f"beside what {name} gives in place of the stated one's: {said.evidence}")
