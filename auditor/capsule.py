@@ -138,6 +138,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True)
     given: Any = parser.parse_args(arguments)
     try:
+        if not 0 <= given.step <= 2**53:
+            raise NotFoundError(f"step {given.step}: steps lie in 0..2**53")
         reader = Reader(lambda: open_database(given.ledger, writer=False))
         content = to_bytes(freeze(reader, SampleKey(given.run, given.step, given.sample)))
         given.out.write_bytes(content)

@@ -21,6 +21,7 @@ from auditor.faults.matrix import AnyFault, flagged_clean, outcomes, outcomes_of
 from auditor.faults.reported import THIRD
 from auditor.faults.strangers import FIRST, SECOND
 from auditor.faults.world import World
+from rl_kernel.errors import ModelError
 
 LISTS: Final[Mapping[str, tuple[AnyFault, ...]]] = {
     "strangers": (*FIRST, *SECOND),
@@ -41,7 +42,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--list", choices=["suite", *LISTS], default="suite", help="which faults (default: suite)")
     given = parser.parse_args(arguments)
     started = time.monotonic()
-    world = World(given.model, given.seed)
+    try:
+        world = World(given.model, given.seed)
+    except ModelError as error:
+        print(f"faults: {error}", file=sys.stderr)
+        return 2
     found = []
     broken = outcomes(world, given.each) if given.list == "suite" else outcomes_of(LISTS[given.list], world, given.each)
     for outcome in broken:

@@ -163,6 +163,21 @@ def test_what_is_null_or_left_out_of_an_object_is_unknown() -> None:
     assert (record.layout.tp_size, record.layout.vocab_size, record.sampling.seed) == (2, 0, 7)
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("auditor.capsule {folder}/l.db run 99999999999999999999 s --out {folder}/c", "steps lie in 0..2**53"),
+        ("auditor.faults --model {folder}", "faults: {folder}/config.json does not exist"),
+        ("auditor.replay {folder} --weights-root {folder}", "Is a directory"),
+        ("auditor.verify {folder}", "verify: ledger {folder}"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_exit_code_2(tmp_path: Path, command: str, said: str) -> None:
+    done = run(*command.format(folder=tmp_path).split())
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert said.format(folder=tmp_path) in done.stderr
+
+
 def test_a_file_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = run("auditor.submit", str(tmp_path / "none.jsonl"), "--address", "127.0.0.1:9", "--run", "r")
     assert done.returncode == 2
