@@ -56,7 +56,8 @@ def test_a_cut_of_three_seconds_loses_nothing_counts_nothing_twice_and_holds_nob
     tmp_path: Path, state: str
 ) -> None:
     _, longest = cut(tmp_path, state, 3.0, 40)
-    assert longest < 0.25
+    # A call that waited for the network would wait for the cut's end; a busy machine may hold up any call a little.
+    assert longest < 1.0
 
 
 @pytest.mark.soak
@@ -65,7 +66,7 @@ def test_a_cut_of_three_seconds_loses_nothing_counts_nothing_twice_and_holds_nob
 def test_a_cut_of_a_minute_loses_nothing_counts_nothing_twice_and_holds_nobody_up(tmp_path: Path, state: str) -> None:
     spooled, longest = cut(tmp_path, state, 60.0, 2000)
     assert spooled > 0
-    assert longest < 0.25
+    assert longest < 1.0
 
 
 def test_a_network_that_drops_and_doubles_in_turn_delivers_each_record_once(tmp_path: Path) -> None:
