@@ -4,6 +4,7 @@ Messages are read as bytes and parsed here, so that what is no message is refuse
 else that is refused, and so that a call whose message does not come is ended before it costs another call its thread.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -11,7 +12,7 @@ from typing import Final, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from auditor.errors import ConfigError, RecordError
+from auditor.errors import AuditorError, ConfigError, RecordError
 from auditor.grants import Grant
 from auditor.ingest.admission import Admission, caller_of
 from auditor.ingest.doorstep import Doorstep
@@ -40,6 +41,7 @@ _SILENT: Final = "silent"
 _INCOMPLETE: Final = "incomplete"
 
 Accept = Callable[[Sequence[Incoming | Refused]], list[Receipt]]
+Request = pb.SubmitRequest | pb.SubmitStreamRequest
 M = TypeVar("M", bound=Message)
 
 
@@ -65,6 +67,7 @@ class AuditService:
         self._admission = admission
         self._on_error = on_error
         self._streams = Streams(_STREAMS, stream_idle_s, lambda: on_error(_SILENT))
+        self._decoding = threading.Lock()
         self._doorstep = Doorstep(_DOORSTEP, patience_s, message_s, lambda: on_error(_SILENT))
 
     def submit(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -72,17 +75,16 @@ class AuditService:
         with translated(context, self._on_error):
             with self._doorstep.place(caller_of(self._grant(context), context.peer()), context):
                 raw = self._only(requests)
-            batch = _parsed(pb.SubmitRequest(), raw).batch
-            yield pb.SubmitResponse(receipts=self._take(batch, context)).SerializeToString()
+            yield pb.SubmitResponse(receipts=self._take(pb.SubmitRequest, raw, context)).SerializeToString()
 
     def submit_stream(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Take batches for as long as they come: a SubmitStreamRequest each, answered by a SubmitStreamResponse."""
         with translated(context, self._on_error), self._streams.opened(context) as heard:
             for raw in requests:
                 heard()
-                batch = _parsed(pb.SubmitStreamRequest(), raw).batch
                 # Asked anew for each batch: a token that was withdrawn ends the stream too.
-                yield pb.SubmitStreamResponse(receipts=self._take(batch, context)).SerializeToString()
+                receipts = self._take(pb.SubmitStreamRequest, raw, context)
+                yield pb.SubmitStreamResponse(receipts=receipts).SerializeToString()
 
     def door(self) -> AtTheDoor:
         """For the server: who has no token waits for nothing."""
@@ -105,13 +107,25 @@ class AuditService:
             self._on_error(_INCOMPLETE)
             raise
 
-    def _take(self, batch: pb.Batch, context: grpc.ServicerContext) -> pb.Receipts:
-        self._admission.admit(batch, self._grant(context), context.peer())
-        receipts = self._accept(admit_batch(batch, self._limits))
+    def _take(self, kind: Callable[[], Request], raw: bytes, context: grpc.ServicerContext) -> pb.Receipts:
+        grant = self._grant(context)
+        # A message of nothing but empty parts takes thirty times its size, decoded: never two of them at once.
+        with self._decoding:
+            try:
+                batch_id, items = self._decoded(kind(), raw, grant, context.peer())
+            except AuditorError as error:
+                raise error.with_traceback(None) from None  # which would hold the message until the call has ended
+        receipts = self._accept(items)
         return pb.Receipts(
-            batch_id=batch.batch_id,
+            batch_id=batch_id,
             receipts=[pb.Receipt(outcome=_OUTCOMES[r.outcome], code=r.code, detail=r.detail) for r in receipts],
         )
+
+    def _decoded(self, message: Request, raw: bytes, grant: Grant, peer: str) -> tuple[int, list[Incoming | Refused]]:
+        """Its id and what is in it; nothing of the message itself is held any more."""
+        batch = _parsed(message, raw).batch
+        self._admission.admit(batch, grant, peer)
+        return batch.batch_id, admit_batch(batch, self._limits)
 
     def _grant(self, context: grpc.ServicerContext) -> Grant:
         return self._admission.authenticate(dict(context.invocation_metadata()).get("authorization", ""))

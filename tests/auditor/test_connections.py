@@ -9,10 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import uvicorn
 
+from auditor.codec import varint
 from auditor.export.connections import BoundedProtocol
 from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import pair
@@ -84,10 +87,11 @@ def test_one_more_than_may_be_open_is_closed_and_the_others_are_served() -> None
         assert held[0].recv(1000).startswith(b"HTTP/1.1 204")
 
 
-def _resident(auditor: AuditorProcess) -> int:
+def _resident(auditor: AuditorProcess, name: str = "VmRSS") -> int:
+    """KiB; VmHWM is the most that there ever was."""
     assert auditor.process is not None
     status = Path(f"/proc/{auditor.process.pid}/status").read_text()
-    (size,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")]
+    (size,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith(name)]
     return size
 
 
@@ -124,6 +128,18 @@ def test_a_head_without_end_is_cut_off_and_a_thousand_silent_callers_hold_up_no_
         assert _resident(auditor) - before < 40 << 10
         stack.close()
         auditor.wait_for("/api/v1/runs/run", lambda run: run["by_verdict"] == {"match": 1})
+
+
+def test_messages_that_swell_when_they_are_decoded_are_decoded_one_at_a_time(tmp_path: Path) -> None:
+    """Of nothing but empty records, each two bytes that become fifty."""
+    batch = b"\x12\x00" * 8_000_000
+    swollen = b"\x0a" + varint(len(batch)) + batch
+    with running_auditor(tmp_path) as auditor, grpc.insecure_channel(auditor.grpc) as channel:
+        call: Any = channel.unary_unary("/audit.v1.AuditService/Submit")
+        for answer in [call.future(swollen, timeout=60) for _ in range(12)]:
+            with pytest.raises(grpc.RpcError, match=r"too_large: a batch of 8000000 records|try again"):
+                answer.result()
+        assert _resident(auditor, "VmHWM") < 1000 << 10
 
 
 @pytest.mark.slow
