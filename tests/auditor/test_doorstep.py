@@ -90,9 +90,9 @@ def test_three_times_as_many_silent_calls_as_threads_starve_nobody(tmp_path: Pat
         wait_for(lambda: sum(call.done() for call in calls) == 3 * THREADS - 8)
         assert {call.code() for call in calls if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert {name for call in calls if call.done() for name, _ in call.trailing_metadata()} == {"retry-after"}
-        assert submit(parts, address, "t-calm") < 1.0, "another caller does not wait"
+        assert submit(parts, address, "t-calm") < 3.0, "another caller does not wait"
         time.sleep(4.1)  # as long as a busy machine may take for all of the above
-        assert submit(parts, address, "t-loud") < 1.0, "the caller itself takes the place of its oldest silent call"
+        assert submit(parts, address, "t-loud") < 3.0, "the caller itself takes the place of its oldest silent call"
         wait_for(lambda: codes.count("silent") == 1)
         assert sum(call.done() for call in calls) == 3 * THREADS - 7
     assert codes.count("rate_limited") == 3 * THREADS - 8
