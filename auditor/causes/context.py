@@ -42,15 +42,16 @@ def more_in_front(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 
 
 def _with_more(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
-    first, last = int(oracle.tokens[0]), oracle.decoder.config.vocab - 1
-    tried = [(first, 1, "other_context", "its first token twice")]
+    last = oracle.decoder.config.vocab - 1
+    prompt = oracle.tokens[: oracle.prompt_len]
+    tried = [(prompt[:1], "other_context", "its first token twice"), (prompt, "other_context", "its prompt twice")]
     tried += [
-        (pad, count, "attention_mask", f"{count} tokens {pad} in front of it, as padding that is seen")
+        (np.full(count, pad), "attention_mask", f"{count} tokens {pad} in front of it, as padding that is seen")
         for pad in dict.fromkeys((0, last))
         for count in _PADS
     ]
-    for token, count, cause, name in tried:
-        longer = np.concatenate([np.full(count, token), oracle.tokens])
+    for front, cause, name in tried:
+        longer, count = np.concatenate([front, oracle.tokens]), len(front)
         if len(longer) > oracle.decoder.config.max_position:
             continue
 
@@ -97,7 +98,8 @@ def _best_span(evidence: Evidence, oracle: Oracle, predict: Span) -> tuple[int, 
         return errors[span]
 
     edges = np.unique(np.round(np.linspace(0, last, _BLOCKS + 1)).astype(int)).tolist()
-    span = min(pairwise(edges), key=error)
+    ends = [(0, 1), (0, 2), (last - 1, last), (last - 2, last)]
+    span = min((*pairwise(edges), *ends), key=error)
     before = float(np.abs(truth[usable].astype(np.float64) - found[usable]).mean())
     if error(span) > _PROMISING * before:
         return None

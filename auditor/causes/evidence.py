@@ -10,11 +10,12 @@ import numpy.typing as npt
 from auditor.compare import Logprobs, Mask
 from auditor.records import Record, RolloutRecord, TrainerRecord
 
-# Scores: a prediction right in every bit is certain, and one that is right wherever the side is wrong nearly so:
-# the fault then touches a part. One that is right up to noise is strong. A pattern that
-# nothing was computed for is a hint, and stays below both.
+# Scores: a prediction right in every bit is certain, and one that is right wherever the side is wrong nearly so: the
+# fault then touches a part. From SETTLED on nothing more is looked for. One that is right up to noise is strong. A
+# pattern that nothing was computed for is a hint, and stays below both.
 CERTAIN: Final = 1.0
 IN_PART: Final = 0.97
+SETTLED: Final = 0.95
 STRONG: Final = 0.9
 HINT: Final = 0.6
 _WORTH_SAYING: Final = 0.5
@@ -86,7 +87,7 @@ def explained(found: Logprobs, truth: Logprobs, predicted: Logprobs, active: Mas
     """How well `predicted` explains that `found` is not `truth`; all float32 [R].
 
     CERTAIN where every active token has the predicted bits and at least two of them are not the truth's; IN_PART where
-    every one that is not the truth's has, at least four of them. Otherwise
+    every one that is not the truth's has, SETTLED where they are less than four. Otherwise
     STRONG times the share of the mean difference that the prediction takes away; 0 where the side does not resemble the
     prediction, and more than it does the truth: a constant is near everything.
     """
@@ -95,9 +96,9 @@ def explained(found: Logprobs, truth: Logprobs, predicted: Logprobs, active: Mas
     if not differs.any():
         return 0.0
     if hit.sum() == active.sum():
-        return CERTAIN if differs.sum() >= 2 else STRONG
-    if differs.sum() >= 4 and not (differs & ~hit).any():
-        return IN_PART
+        return CERTAIN if differs.sum() >= 2 else SETTLED
+    if not (differs & ~hit).any():
+        return IN_PART if differs.sum() >= 4 else SETTLED
     finite = np.isfinite(found) & np.isfinite(truth) & np.isfinite(predicted) & active
     side, right, guess = (values[finite].astype(np.float64) for values in (found, truth, predicted))
     before = np.abs(side - right).mean() if finite.any() else 0.0

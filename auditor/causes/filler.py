@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.evidence import SETTLED, Evidence, Suggestion
 
 _AGAIN: Final = 3  # times that no value comes by chance
 
@@ -13,7 +13,7 @@ _AGAIN: Final = 3  # times that no value comes by chance
 def filler(evidence: Evidence) -> Iterator[Suggestion]:
     """A log-probability of exactly 0 where the reference's is not near it; or one other number at several tokens.
 
-    Never certain: a filter that keeps one token gives it exactly 0 too, and is then the better explanation.
+    0 is never certain: a filter that keeps one token gives it exactly 0 too, and is then the better explanation.
     """
     zero = (evidence.found == 0.0) & evidence.differs & (evidence.truth < -1e-6)
     put = zero if zero.any() else _one_number(evidence)
@@ -21,12 +21,12 @@ def filler(evidence: Evidence) -> Iterator[Suggestion]:
     if not put.any() or differing == 0:
         return
     at = np.flatnonzero(put)
-    share = at.size / differing
+    share, number = at.size / differing, float(evidence.found[at[0]])
     last = at.size == 1 and at[0] == len(put) - 1
     yield Suggestion(
         "filler",
-        0.5 + 0.4 * share,
-        f"exactly {float(evidence.found[at[0]]):.4g} at {at.size} of {differing} differing tokens, first at {at[0]}"
+        SETTLED if number != 0.0 and share == 1.0 and at.size >= _AGAIN else 0.5 + 0.4 * share,
+        f"exactly {number:.4g} at {at.size} of {differing} differing tokens, first at {at[0]}"
         + (" (the last token, as a forced end would have it)" if last else "")
         + f"; the reference has {evidence.truth[at[0]]:.4f} there",
     )
@@ -43,7 +43,10 @@ def _one_number(evidence: Evidence) -> np.ndarray:
     same: np.ndarray = (evidence.found == number) & evidence.differs
     right = evidence.truth[evidence.active & np.isfinite(evidence.truth)]
     said = evidence.found[evidence.active & np.isfinite(evidence.found)]
-    limit = (said <= number).all() or (said >= number).all()
+    replaced = evidence.truth[same]
+    limit = ((said <= number).all() and (replaced >= number).all()) or (
+        (said >= number).all() and (replaced <= number).all()
+    )
     if right.min() <= number < 0.0 and (times.max() < _AGAIN or limit):
         return nothing  # a limit, or a value that comes twice
     return same

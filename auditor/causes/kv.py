@@ -15,6 +15,7 @@ from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import HINT, Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle, VersionUnavailable
 from auditor.causes.search import Candidate, Model, nearest, nearest_model, promising
+from auditor.causes.seen import some_layers
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import I32, Bits, Reference
@@ -42,8 +43,8 @@ def _of_older_versions(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate
         except VersionUnavailable:
             continue
         for first, last in _spans(evidence, oracle, old):
-            for what, kinds in (("keys and values", (0, 1)), ("keys", (0,)), ("values", (1,))):
-                decoder = _with_keys(oracle.decoder, layers, slice(first, last), kinds)
+            for what, kinds, there in _which(len(layers)):
+                decoder = _with_keys(oracle.decoder, layers, slice(first, last), kinds, there)
                 values = partial(_mended, evidence, oracle, decoder, old, 0 if first else last)
                 if promising(evidence, oracle, values):
                     name = f"{what} of tokens {first} to {last - 1} of weight version {version}"
@@ -140,8 +141,18 @@ def _record(oracle: Oracle, decoder: Decoder) -> tuple[list[Kv], Logprobs]:
     return layers, oracle.logprobs(edited(decoder, Edit("attention", keep)))
 
 
-def _with_keys(decoder: Decoder, layers: Sequence[Kv], where: slice, kinds: Sequence[int]) -> Decoder:
-    """The decoder with the given keys (0) or values (1) of some tokens, layer by layer."""
+def _which(layers: int) -> Iterator[tuple[str, Sequence[int], Sequence[int]]]:
+    """What is foreign: both in all layers, one of them, both in some layers."""
+    for what, kinds in (("keys and values", (0, 1)), ("keys", (0,)), ("values", (1,))):
+        yield what, kinds, range(layers)
+    for some in some_layers(layers):
+        yield f"keys and values in layers {', '.join(map(str, some))}", (0, 1), some
+
+
+def _with_keys(
+    decoder: Decoder, layers: Sequence[Kv], where: slice, kinds: Sequence[int], there: Sequence[int]
+) -> Decoder:
+    """The decoder with the given keys (0) or values (1) of some tokens, in some layers."""
 
     def of_layer(foreign: Kv) -> Callable[..., Any]:
         def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
@@ -152,7 +163,7 @@ def _with_keys(decoder: Decoder, layers: Sequence[Kv], where: slice, kinds: Sequ
 
         return attention
 
-    return edited(decoder, *(Edit("attention", of_layer(kv)).at((at, 0)) for at, kv in enumerate(layers)))
+    return edited(decoder, *(Edit("attention", of_layer(layers[at])).at((at, 0)) for at in there))
 
 
 def _spans(evidence: Evidence, oracle: Oracle, old: Logprobs) -> Iterator[tuple[int, int]]:

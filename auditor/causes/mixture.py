@@ -19,6 +19,7 @@ _BY_COLUMN: Final = ("o_proj", "down_proj")
 _BLOCKS: Final = ("self_attn.", "mlp.", "norm", "proj")
 _ON_THE_WAY: Final = 0.75  # of the difference: what a first guess must leave at most to be worked on
 _PASSES: Final = 3
+_BEST: Final = 2  # blocks whose share is looked for
 _FEW: Final = 12
 _TILE: Final = 64  # tokens of the vocabulary that a rank has whole
 
@@ -63,18 +64,25 @@ class Mixture:
         looked for around it.
         """
         truth, fits = self._found - delta, []
-        for block in dict.fromkeys((frozenset(self._names), *self._blocks())):
+        for block in dict.fromkeys((frozenset(self._names), *self._blocks(), self._moving(delta))):
             effect = self._values(block) - truth
             moved = float(effect @ delta / max(float(effect @ effect), 1e-300))
             fits.append((float(np.abs(moved * effect - delta).mean()), moved, block))
-        left, moved, block = min(fits, key=lambda fit: fit[0])
-        if left > _ON_THE_WAY * np.abs(delta).mean():
-            return
-        for share in (self._digits(round(1 - moved, 1), block), *_USUAL_SHARES):
-            where = "" if len(block) == len(self._names) else f" in {self._name(block)}"
-            shared = self._shared(share, block)
-            if self._helps(shared):
-                yield f"{share:g} times what came since{where}", shared
+        for left, moved, block in sorted(fits, key=lambda fit: fit[0])[:_BEST]:
+            if left > _ON_THE_WAY * np.abs(delta).mean():
+                return
+            for share in (self._digits(round(1 - moved, 1), block), *_USUAL_SHARES):
+                where = "" if len(block) == len(self._names) else f" in {self._name(block)}"
+                shared = self._shared(share, block)
+                if self._helps(shared):
+                    yield f"{share:g} times what came since{where}", shared
+
+    def _moving(self, delta: F64) -> Chosen:
+        """Kinds of which something was added or taken away, by least squares over all of them."""
+        kinds = list(self._groupings())[-2]
+        effects = np.stack([self._values(kind) - (self._found - delta) for kind in kinds], axis=1)
+        shares = np.abs(np.linalg.lstsq(effects, delta, rcond=None)[0])
+        return frozenset().union(*(kind for kind, share in zip(kinds, shares, strict=True) if share > shares.max() / 2))
 
     def _digits(self, share: float, block: Chosen) -> float:
         said: dict[float, float] = {}

@@ -51,7 +51,7 @@ class Oracle:
         window: tuple[int, int],
         versions: Sequence[int] = (),
         load: Callable[[int], Decoder] | None = None,
-        budget: float = 512,
+        budget: float = 640,
         seconds: float = math.inf,
     ) -> None:
         self.decoder = decoder
@@ -61,6 +61,8 @@ class Oracle:
         self.versions = tuple(versions)
         # Cause, name and values of what was predicted so far, for whichever explains a part only.
         self.said: list[tuple[str, str, Logprobs]] = []
+        # What rounding alone makes of the sample, once somebody has measured it.
+        self.noise: float | None = None
         self._load = load
         self._budget = budget
         self._deadline = time.monotonic() + seconds

@@ -57,13 +57,8 @@ _OF_KEYS: Final[tuple[tuple[str, Any], ...]] = (
     ("a token and head", (2,)), ("a token", (1, 2)), ("a head", (0, 2)), ("a channel", (0,)), ("a tensor", (0, 1, 2)),
     ("a block of 16 tokens and head", 16),
 )  # fmt: skip
-OF_ROWS: Final[tuple[tuple[str, Any], ...]] = (
-    ("a row", (1,)),
-    ("a tensor", (0, 1)),
-    ("128", 128),
-    ("64", 64),
-    ("32", 32),
-)
+OF_ROWS: Final[tuple[tuple[str, Any], ...]] = (("a row", (1,)), ("a tensor", (0, 1)), ("128", 128))
+_FINE: Final[tuple[tuple[str, Any], ...]] = (("32", 32), ("64", 64))
 
 
 def _cut(mantissa: int, half: int) -> Coarse:
@@ -116,6 +111,8 @@ def _scaled(x: F32, axes: tuple[int, ...], rounding: Rounding, limit: float) -> 
 
 def low_precision(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Keys and values, products, or weights alone in fewer bits; a rotary table in 16."""
+    if evidence.begins is not None:
+        return  # nothing is held in fewer bits from some token on
     if best := nearest_model(evidence, oracle, _models(oracle.decoder)):
         yield best
 
@@ -141,19 +138,19 @@ def _models(decoder: Decoder) -> Iterator[Model]:
 def _products(decoder: Decoder) -> Iterator[Model]:
     """Weights, activations, or both."""
     for format_, to, limit in FORMATS:
-        for over, axes in OF_ROWS:
+        for over, axes in (*_FINE, *OF_ROWS):
             of_weights = _remembered(coarse(to, limit, axes))
             name = f"matrices in {format_} with a scale {_for(over)}"
             edit = Edit("gemm", _product(None, of_weights))
             yield Model.of(decoder, "weight_precision", name, edit, f"weights {limit}")
-            for share, axes_in in OF_ROWS[:3] if limit not in _COARSE else ():
+            for share, axes_in in OF_ROWS if limit not in _COARSE else ():
                 both = Edit("gemm", _product(coarse(to, limit, axes_in), of_weights))
                 said = (
                     f"products in {format_}, with a scale {_for(over)} of the weights and {_for(share)} of the inputs"
                 )
                 yield Model.of(decoder, "activation_precision", said, both, f"products {limit}", whole=share in _WHOLE)
         if limit not in _COARSE:
-            for over, axes in OF_ROWS[:3]:
+            for over, axes in OF_ROWS:
                 alone = Edit("gemm", _product(coarse(to, limit, axes), None))
                 said = f"inputs of products in {format_} with a scale {_for(over)}"
                 yield Model.of(decoder, "activation_precision", said, alone, f"inputs {limit}", whole=over in _WHOLE)

@@ -11,6 +11,7 @@ from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
 from auditor.causes.fit import best_fit, few_digits
 from auditor.causes.oracle import F64, Oracle
 from auditor.causes.search import Candidate, Model, nearest, nearest_model
+from auditor.causes.seen import some_layers
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I64, Bits, Reference
 
@@ -22,14 +23,15 @@ _FEW: Final = 4
 _TRIAL: Final = 12
 _PROMISING: Final = 0.7
 _KINDS: Final = ("Llama 3 scaling", "YaRN scaling", "YaRN scaling with lengths left as they are")
+_SKIPS: Final = (1, -1, 2, 8)
 _MOST_PADS: Final = 96
 
 
 def rope(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Try what people get wrong; the best one that explains enough is named."""
     best = nearest_model(evidence, oracle, _models(evidence, oracle))
-    if best is None or (best.score < CERTAIN and best.cause == "rope_scaling"):
-        fits = chain(_stretched(evidence, oracle), _fitted(evidence, oracle))
+    if evidence.begins is None and (best is None or (best.score < CERTAIN and best.cause == "rope_scaling")):
+        fits = chain(_stretched(evidence, oracle), _fitted(evidence, oracle), _skips(evidence, oracle))
         fitted = nearest(evidence, oracle, fits)
         if fitted is not None and (best is None or fitted.score > best.score):
             best = fitted
@@ -80,21 +82,61 @@ def _fitted(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
             yield "rope_scaling", f"{name} {value:g}", oracle.logprobs(under(value))
 
 
+def _skips(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    """Positions that skip some, or repeat some, inside of the prompt: from whichever token fits best on a few rows."""
+    few, prompt = _few_wrong(evidence, oracle), oracle.prompt_len
+    if few.size < _FEW:
+        return
+    found, truth = (values[oracle.window][few].astype(np.float64) for values in (evidence.found, evidence.truth))
+    where, said = np.arange(len(oracle.tokens), dtype=np.float64), dict[tuple[int, int], float]()
+
+    def moved(start: int, by: int) -> Decoder:
+        return edited(oracle.decoder, _turned(oracle, np.where(where >= start, where + by, where)))
+
+    def error(skip: tuple[int, int]) -> float:
+        if skip not in said:
+            said[skip] = float(np.abs(oracle.logprobs_of_rows(moved(*skip), few) - found).mean())
+        return said[skip]
+
+    for by in _SKIPS:
+        start, step = min(((prompt * quarter // 4, by) for quarter in (1, 2, 3)), key=error)[0], max(1, prompt // 8)
+        while step and error((start, by)) > 0.0:
+            closer = min((max(1, start - step), min(prompt, start + step)), key=lambda at: error((at, by)))
+            if error((closer, by)) < error((start, by)):
+                start = closer
+            else:
+                step //= 2
+        if error((start, by)) < _PROMISING * float(np.abs(truth - found).mean()):
+            name = f"positions from token {start} on moved by {by:+d}"
+            yield "position_offset", name, oracle.logprobs(moved(start, by))
+
+
 def _few_wrong(evidence: Evidence, oracle: Oracle) -> np.ndarray:
     return np.flatnonzero(evidence.differs[oracle.window] & np.isfinite(evidence.found[oracle.window]))[:_TRIAL]
 
 
 def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
-    """What is common before what is rare."""
+    """What is common before what is rare; positions first where values are right up to some token."""
     where = np.arange(len(oracle.tokens), dtype=np.float64)
     scalings = [
         Model.of(oracle.decoder, "rope_scaling", name, _turned(oracle, where, frequencies, length))
         for name, frequencies, length in _scalings(oracle)
     ]
-    yield from scalings[:3]
-    for name, positions in _moves(evidence, oracle):
-        yield Model.of(oracle.decoder, "position_offset", name, _turned(oracle, positions))
-    yield from scalings[3:]
+    moves = [
+        Model.of(oracle.decoder, "position_offset", name, _turned(oracle, positions))
+        for name, positions in _moves(evidence, oracle)
+    ]
+    if evidence.begins is not None:
+        yield from moves
+        return  # other angles are wrong from the first token on
+    yield from (*scalings[:3], *moves, *scalings[3:])
+    for name, frequencies, length in list(_scalings(oracle))[: len(_FACTORS) + len(_THETAS)]:
+        for layers in some_layers(oracle.decoder.config.layers):
+            there = _turned(oracle, where, frequencies, length).at(
+                *((layer, call) for layer in layers for call in (0, 1))
+            )
+            said = f"{name}, in layers {', '.join(map(str, layers))}"
+            yield Model("rope_scaling", said, edited(oracle.decoder, there))
 
 
 def _turned(oracle: Oracle, positions: F64, frequencies: F64 | None = None, length: float = 1.0) -> Edit:
@@ -166,7 +208,7 @@ def _of(oracle: Oracle, stretch: Stretch) -> Edit:
 def _moves(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, F64]]:
     """Positions that take another way from some token on: where values go wrong, where the response begins."""
     where = np.arange(len(oracle.tokens), dtype=np.float64)
-    begins = [] if evidence.begins is None else [evidence.begins, evidence.begins + 1]
+    begins = [] if evidence.begins is None else [evidence.begins + by for by in (0, 1, -1)]
     yield "all positions moved by +1", where + 1
     for start in dict.fromkeys((*begins, oracle.prompt_len)):
         after = where - start

@@ -27,7 +27,7 @@ _LARGER: Final = 4.0
 _STILL_ALIGNED: Final = 0.3  # on all wrong rows
 _CONFINED: Final = 4  # changes that are looked for in some places only
 _SMALL: Final = 0.05  # of the difference: an effect that least squares tells nothing of
-_PLACES: Final = 12  # places, or runs of layers, that are told apart
+_PLACES: Final = 16  # places, or runs of layers, that are told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class _Trial:
             values = self._oracle.logprobs(edited(self._oracle.decoder, edit.at(*group)))
             effects.append(values[rows].astype(np.float64) - self._truth[rows])
         for chosen in subsets(np.stack(effects, axis=1), delta):
-            here = [place for at in chosen for place in groups[at]]
+            here = sorted({place for at in chosen for place in groups[at]})
             decoder = edited(self._oracle.decoder, edit.at(*here))
             where = ", ".join(f"{layer}.{call}" for layer, call in here)
             yield model.cause, f"{model.name}, at layer and place {where} only", self._oracle.logprobs(decoder)
@@ -176,12 +176,14 @@ def subsets(effects: F64, delta: F64) -> Iterator[list[int]]:
 
 
 def _groups(all_places: Sequence[Place]) -> list[tuple[Place, ...]]:
-    """Every place by itself where there are few, else runs of layers."""
+    """Every place by itself where there are few, else what stands at one place of all layers, and runs of layers."""
     if len(all_places) <= _PLACES:
         return [(place,) for place in all_places]
-    layers = sorted({layer for layer, _ in all_places})
-    runs = [set(run.tolist()) for run in np.array_split(np.array(layers), min(len(layers), _PLACES))]
-    return [tuple(place for place in all_places if place[0] in run) for run in runs]
+    calls = sorted({call for _, call in all_places})
+    layers = np.array(sorted({layer for layer, _ in all_places}))
+    runs = [set(run.tolist()) for run in np.array_split(layers, min(len(layers), _PLACES // 2))]
+    groups = [tuple(place for place in all_places if place[1] == call) for call in calls if len(calls) > 1]
+    return groups + [tuple(place for place in all_places if place[0] in run) for run in runs if len(runs) > 1]
 
 
 def cosine(a: F64, b: F64) -> float:

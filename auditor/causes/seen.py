@@ -112,13 +112,13 @@ def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
     for cause, name, mask in _masks(evidence, oracle):
         edit = Edit("attention", seeing(mask))
         yield Model.of(oracle.decoder, cause, f"an attention in which {name}", edit)
-        for layers in _some_layers(oracle.decoder.config.layers) if "back" in name else ():
+        for layers in some_layers(oracle.decoder.config.layers) if "back" in name else ():
             there = edit.at(*((layer, 0) for layer in layers))
             said = f"an attention in which, in layers {', '.join(map(str, layers))}, {name}"
             yield Model(cause, said, edited(oracle.decoder, there))
 
 
-def _some_layers(count: int) -> list[tuple[int, ...]]:
+def some_layers(count: int) -> list[tuple[int, ...]]:
     """Where models with two kinds of attention have the one that sees less."""
     single = [range(at, at + 1) for at in range(count)] if count <= _FEW_LAYERS else []
     tried = dict.fromkeys(tuple(layers) for layers in (*single, range(0, count, 2), range(1, count, 2)))

@@ -63,7 +63,7 @@ def touched_tokens(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 
 def tokens_forbidden(evidence: Evidence) -> Iterator[Suggestion]:
     """Every value too high, or every one too low: mass was taken out of every softmax, or put in."""
-    delta = evidence.delta[evidence.active]
+    delta = evidence.delta[evidence.differs]
     if delta.size < 12 or np.abs(np.median(delta)) < 1e-3:
         return
     share = np.abs(np.expm1(-delta))

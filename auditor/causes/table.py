@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from auditor.causes.altered import altered_weights
 from auditor.causes.context import cut_in_front, more_in_front, part_of_the_prompt
 from auditor.causes.context_parallel import slice_edges
-from auditor.causes.evidence import IN_PART, Evidence, Suggestion
+from auditor.causes.evidence import SETTLED, Evidence, Suggestion
 from auditor.causes.filler import filler
 from auditor.causes.head import low_precision_head, low_precision_values
 from auditor.causes.kv import boundary, lost_blocks, stale_kv
@@ -37,6 +39,7 @@ Compute = Callable[[Evidence, Oracle], Iterator[Suggestion]]
 Pattern = Callable[[Evidence, float | None], Iterator[Suggestion]]
 
 _PIECES: Final = 4
+_FAR_BELOW: Final = 0.01
 
 # Read off the values alone.
 READ: Final[tuple[Read, ...]] = (
@@ -97,7 +100,7 @@ def diagnose(evidence: Evidence, oracle: Oracle | None) -> tuple[Suggestion, ...
         if not _settled(found):
             found += _in_pieces(evidence, oracle)
     if not _settled(found):
-        noise = None if oracle is None else _noise(oracle)
+        noise = None if oracle is None else oracle.noise
         found += [suggestion for looks_like in LOOKS_LIKE for suggestion in looks_like(evidence, noise)]
     return ranked(found)
 
@@ -116,7 +119,7 @@ def _computed(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
     try:
         for compute in COMPUTED:
             found += compute(evidence, oracle)
-            if _settled(found):
+            if _settled(found) or (compute is split_sums and _below_rounding(evidence, oracle)):
                 break
     except OutOfBudget:
         return found
@@ -139,13 +142,12 @@ def _in_pieces(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
     return [together(pieces)] if pieces else []
 
 
-def _noise(oracle: Oracle) -> float | None:
-    try:
-        return rounding_noise(oracle)
-    except OutOfBudget:
-        return None
+def _below_rounding(evidence: Evidence, oracle: Oracle) -> bool:
+    """Whether the differences are far below those that any other value inside of the model makes once it is rounded."""
+    oracle.noise = rounding_noise(oracle)
+    return float(np.median(np.abs(evidence.delta[evidence.differs]))) < _FAR_BELOW * oracle.noise
 
 
 def _settled(suggestions: list[Suggestion]) -> bool:
     """Whether one is right wherever the side is wrong, which nothing could explain better."""
-    return any(suggestion.score >= IN_PART for suggestion in suggestions)
+    return any(suggestion.score >= SETTLED for suggestion in suggestions)

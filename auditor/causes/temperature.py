@@ -15,6 +15,7 @@ _HIGHEST: Final = 20.0
 _GRID: Final = 97
 _WORK: Final = 1 << 24  # logits that are raised to a power on the grid
 _LEAST: Final = 12
+_ENOUGH: Final = 3
 _HALVINGS: Final = 40
 _SAME: Final = 1e-4
 _MOVING: Final = 0.5  # of the steps from token to token
@@ -45,8 +46,8 @@ def _candidates(oracle: Oracle, heats: F64) -> Iterator[Candidate]:
 def _commonest(heats: F64, stated: float) -> list[float]:
     """The median of those nearest to the stated one, and what comes most often in two digits."""
     usable = heats[np.isfinite(heats).any(axis=1)]
-    if not usable.size:
-        return []
+    if len(usable) < _ENOUGH:
+        return []  # one number explains one value
     near = usable[np.arange(len(usable)), np.nanargmin(np.abs(np.log(usable / stated)), axis=1)]
     values, times = np.unique(np.round(usable[np.isfinite(usable)], 2), return_counts=True)
     return [float(np.median(near)), *(float(values[at]) for at in np.argsort(-times, kind="stable")[:_TOGETHER])]

@@ -50,8 +50,8 @@ def mixed_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 def _mixtures(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     window, stated = oracle.window, evidence.record.weight_version
     rows = np.flatnonzero(evidence.differs[window] & np.isfinite(evidence.found[window]))[:_ROWS]
-    if rows.size < 2:
-        return
+    if rows.size < 2 or evidence.begins is not None:
+        return  # no tensor is right up to some token
     delta = evidence.found[window][rows].astype(np.float64) - evidence.truth[window][rows]
     first = min(oracle.versions, default=stated)
     for version in _related(evidence, oracle, rows, delta):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from auditor.causes.evidence import CERTAIN, IN_PART, STRONG, Evidence, Suggestion, explained
+from auditor.causes.evidence import CERTAIN, IN_PART, SETTLED, STRONG, Evidence, Suggestion, explained
 from auditor.causes.sample import Weights, diagnose_pair, diagnose_sample
 from auditor.causes.table import COMPUTED, READ, diagnose, ranked
 from auditor.faults.declared import DECLARED
@@ -33,10 +33,10 @@ def test_a_prediction_right_in_every_bit_is_certain() -> None:
     assert explained(found, TRUTH, found, ALL) == CERTAIN
 
 
-def test_a_single_differing_token_is_strong_and_not_certain() -> None:
+def test_a_single_differing_token_is_settled_and_not_certain() -> None:
     found = TRUTH.copy()
     found[3] = -1.5
-    assert explained(found, TRUTH, found, ALL) == STRONG
+    assert explained(found, TRUTH, found, ALL) == SETTLED
 
 
 def test_a_prediction_that_takes_away_half_of_the_difference_gets_half_of_strong() -> None:
