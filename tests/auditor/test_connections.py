@@ -142,7 +142,7 @@ def test_messages_that_swell_when_they_are_decoded_are_decoded_one_at_a_time(tmp
         assert _resident(auditor, "VmHWM") < 1000 << 10
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_who_does_not_speak_http_2_on_the_other_port_is_not_waited_for(tmp_path: Path) -> None:
     with running_auditor(tmp_path) as auditor:
         host, _, port = auditor.grpc.rpartition(":")

@@ -23,7 +23,6 @@ from tests.auditor.test_rounds import workers_of
 from tests.auditor.test_unpaired import send
 
 __all__ = ["root", "weights_root"]
-pytestmark = pytest.mark.slow
 
 
 class Cluster:
@@ -48,10 +47,10 @@ class Cluster:
                 assert time.monotonic() < deadline, "Ray did not start"
                 time.sleep(0.2)
 
-    def end(self, how: signal.Signals = signal.SIGTERM) -> None:
+    def end(self) -> None:
         if self._head is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self._head.pid, how)
+                os.killpg(self._head.pid, signal.SIGKILL)
             self._head.wait(60)
             self._head = None
 
@@ -82,6 +81,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         shutil.rmtree(settings["RAY_TMPDIR"], ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_a_cluster_recomputes_and_an_actor_that_is_late_is_ended(cluster: Cluster, root: Path, tmp_path: Path) -> None:
     cluster.start()
     flags = ["--weights-root", str(root), "--recompute-rate", "1", "--recompute-pool", "ray"]
@@ -99,6 +99,7 @@ def test_a_cluster_recomputes_and_an_actor_that_is_late_is_ended(cluster: Cluste
         assert auditor.stop() == 0
 
 
+@pytest.mark.soak
 def test_while_a_cluster_has_no_core_free_samples_wait(cluster: Cluster, weights_root: Path, tmp_path: Path) -> None:
     cluster.cores = 0
     cluster.start()
@@ -115,6 +116,7 @@ def test_while_a_cluster_has_no_core_free_samples_wait(cluster: Cluster, weights
         assert auditor.stop() == 0
 
 
+@pytest.mark.soak
 def test_the_auditor_outlives_its_cluster_and_uses_the_next_one(
     cluster: Cluster, weights_root: Path, tmp_path: Path
 ) -> None:
@@ -126,7 +128,7 @@ def test_the_auditor_outlives_its_cluster_and_uses_the_next_one(
         send(auditor, one_ulp_off(rollout), trainer)
         auditor.wait_for("/api/v1/runs/run", lambda r: r["by_reference"] == {"done": 1}, 90)
         (driver,) = workers_of(auditor)
-        cluster.end(signal.SIGKILL)
+        cluster.end()
         deadline = time.monotonic() + 120
         while driver in workers_of(auditor):
             assert time.monotonic() < deadline, auditor.log
