@@ -1,13 +1,14 @@
 """A side that saw another prompt: cut off in front, something more in front, a part of it left out or not seen."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from auditor.causes.edits import Edit, edited
-from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle
 from auditor.causes.search import Candidate, nearest, promising
 from auditor.causes.seen import seeing, without
@@ -16,6 +17,7 @@ from auditor.compare import Logprobs
 _CUTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _PADS: Final = (1, 2, 4, 8, 16, 32, 64)
 _BLOCKS: Final = 8  # pieces of the prompt that are left out one by one before edges are looked for
+_NEAR: Final = 0.95  # of a strong score
 _SHORTEST: Final = 4
 _PROMISING: Final = 0.97  # of the difference: what one piece must leave for its edges to be looked for
 
@@ -67,7 +69,8 @@ def _with_more(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
 def part_of_the_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Tokens in the middle that the side did not have, or had and did not see."""
     if best := nearest(evidence, oracle, _in_part(evidence, oracle)):
-        yield best
+        # Near and not it: what stands there is neither gone nor unseen, it is something else.
+        yield best if best.score > _NEAR * STRONG else replace(best, cause="other_context")
 
 
 def _in_part(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:

@@ -21,6 +21,7 @@ HINT: Final = 0.6
 _WORTH_SAYING: Final = 0.5
 _RESEMBLES: Final = 0.9
 _ENOUGH_BEFORE: Final = 4
+LAST_BITS: Final = 1e-5  # a difference that anything may make by chance
 
 Candidate = tuple[str, str, Logprobs]
 
@@ -98,7 +99,8 @@ def explained(found: Logprobs, truth: Logprobs, predicted: Logprobs, active: Mas
     if hit.sum() == active.sum():
         return CERTAIN if differs.sum() >= 2 else SETTLED
     if not (differs & ~hit).any():
-        return IN_PART if differs.sum() >= 4 else SETTLED
+        sure = np.abs(found - truth)[differs].max() > LAST_BITS
+        return IN_PART if differs.sum() >= 4 else SETTLED if sure else STRONG
     finite = np.isfinite(found) & np.isfinite(truth) & np.isfinite(predicted) & active
     side, right, guess = (values[finite].astype(np.float64) for values in (found, truth, predicted))
     before = np.abs(side - right).mean() if finite.any() else 0.0

@@ -13,7 +13,7 @@ import numpy as np
 from auditor.causes.evidence import Evidence, Suggestion, correlation
 
 _USUAL_NOISE: Final = 0.03  # where nobody could be asked
-_BEYOND: Final = 2.0  # times the noise: more than rounding makes
+_BEYOND: Final = 1.5  # times the noise: more than rounding makes
 _FALLBACK: Final = 0.35  # much looks like it
 _TRENDING: Final = 0.42
 _LEAST: Final = 12

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import IN_PART, STRONG, Evidence, Suggestion
+from auditor.causes.evidence import IN_PART, LAST_BITS, STRONG, Evidence, Suggestion
 from auditor.causes.oracle import Oracle
 from auditor.compare import Mask
 
@@ -26,7 +26,9 @@ class Piece:
 
 def largest_piece(evidence: Evidence, oracle: Oracle) -> Piece | None:
     """Of all that was predicted so far, what has most of the bits that are wrong; None where nothing has enough."""
-    window, wrong = oracle.window, evidence.differs[oracle.window]
+    window = oracle.window
+    # Differences in the last bit have few values, which something else may have by chance.
+    wrong = (evidence.differs & (np.abs(evidence.delta) > LAST_BITS))[window]
     found = evidence.found[window].view(np.uint32)
     best: Piece | None = None
     for cause, name, predicted in oracle.said:

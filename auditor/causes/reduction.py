@@ -26,9 +26,10 @@ def split_sums(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 
 
 def rounding_noise(oracle: Oracle) -> float:
-    """Median difference that parts rounded to bf16 before their sum make: about as much as any order of sums does."""
+    """Median difference that roundings to bf16 on the way make: about as much as any order of sums and steps does."""
     rows = np.arange(len(oracle.rows))[-_ROWS:]
-    noisy = oracle.logprobs_of_rows(edited(oracle.decoder, Edit("gemm", _rounded(2))), rows)
+    steps = Edit("gemm", _rounded(2)), Edit("rms_norm", _norm_in_steps), Edit("swiglu", _swiglu_in_steps)
+    noisy = oracle.logprobs_of_rows(edited(oracle.decoder, *steps), rows)
     own = oracle.from_logits(oracle.own_logits[rows], targets=oracle.targets[rows])
     return float(np.median(np.abs(noisy.astype(np.float64) - own)))
 

@@ -66,7 +66,7 @@ def tokens_forbidden(evidence: Evidence) -> Iterator[Suggestion]:
     delta = evidence.delta[evidence.differs]
     if delta.size < 12 or np.abs(np.median(delta)) < 1e-3:
         return
-    share = np.abs(np.expm1(-delta))
+    share = np.abs(np.expm1(np.clip(-delta, -50.0, 50.0)))
     numbers = f"by {np.abs(delta).min():.3g} to {np.abs(delta).max():.3g}, as in a softmax in which"
     if (delta > 0).mean() > 0.98:
         # A filter of the likeliest leaves out much the same mass everywhere, other tokens have what mass they have.

@@ -38,7 +38,7 @@ def _candidates(oracle: Oracle, heats: F64) -> Iterator[Candidate]:
     usual = {1.0: ", as if not divided at all", stated * stated: ", as if divided twice", 1.0 / stated: ", the inverse"}
     found = [value for heat in _commonest(heats, stated) for value in roundings(heat)]
     for heat in dict.fromkeys((*usual, *found)):
-        if heat != stated and _LOWEST <= heat <= _HIGHEST:
+        if abs(heat / stated - 1.0) > _SAME and _LOWEST <= heat <= _HIGHEST:
             name = f"temperature {heat:.4g}{usual.get(heat, '')}, where {stated:.4g} is stated"
             yield "temperature", name, oracle.from_logits(oracle.own_logits, heat)
 
