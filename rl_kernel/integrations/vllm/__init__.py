@@ -16,6 +16,7 @@ STRICT_WORKER = "rl_kernel.integrations.vllm.worker.StrictCPUWorker"
 NATIVE_WORKER = "rl_kernel.integrations.vllm.worker.NativeCPUWorker"
 STRICT_GPU_WORKER = "rl_kernel.integrations.vllm.gpu_worker.StrictGPUWorker"
 NATIVE_GPU_WORKER = "rl_kernel.integrations.vllm.gpu_worker.NativeGPUWorker"
+REQUESTS = "rl_kernel.integrations.vllm.requests:StrictRequests"
 _PLUGIN = "rl_kernel"
 
 
@@ -54,6 +55,7 @@ def engine_arguments(
         "dtype": "bfloat16",
         "quantization": QUANTIZATION,
         "logprobs_mode": "processed_logprobs",
+        "logits_processors": [REQUESTS],
         "additional_config": {"rl_kernel": {"profile": profile, "segments": segments, "enforce": enforce}},
     }
     if device == "cpu":

@@ -1,6 +1,7 @@
 """From vLLM's config to the plan and runtime of one worker, or a refusal."""
 
 import os
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -12,16 +13,20 @@ from rl_kernel.contracts import model_contract
 from rl_kernel.errors import PlanError
 from rl_kernel.integrations.evidence import CountingPlan, Tally
 from rl_kernel.integrations.opaque.plan import OpaquePlan
+from rl_kernel.integrations.vllm import REQUESTS
 from rl_kernel.integrations.vllm.runtime import StrictRuntime
 from rl_kernel.ops import strict_plan
 from rl_kernel.plan import Plan
+from rl_kernel.reference.config import DecoderConfig
 
 _MODES: Final = (CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.VLLM_COMPILE)
 
 
 def check_engine(config: Any) -> None:
-    """Raise PlanError for a vLLM feature that has no contract."""
+    """Raise PlanError for a vLLM feature that has no contract, ModelError for a model that has none."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    if (Path(model.model) / "config.json").exists():  # otherwise vLLM has fetched it from a hub, and knows its place
+        DecoderConfig.read(Path(model.model))
     for name, value, allowed in (
         ("compilation mode", config.compilation_config.mode, _MODES),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,)),
@@ -33,6 +38,13 @@ def check_engine(config: Any) -> None:
         ("LoRA", config.lora_config, (None,)),
         ("speculative decoding", config.speculative_config, (None,)),
         ("KV cache dtype", cache.cache_dtype, ("auto", "bfloat16")),
+        # Keys and values, hidden states or a config from elsewhere: nobody can recompute them from the folder.
+        ("kv_transfer_config", config.kv_transfer_config, (None,)),
+        ("enable_prompt_embeds", model.enable_prompt_embeds, (False,)),
+        ("hf_overrides", model.hf_overrides, ({}, None)),
+        ("watermark_config", config.watermark_config, (None,)),
+        # Of other processors nothing is known; without ours, one bad request would end the engine.
+        ("logits_processors", model.logits_processors, ([REQUESTS],)),
         ("logprobs_mode", model.logprobs_mode, ("processed_logprobs",)),
         ("VLLM_BATCH_INVARIANT", os.environ.get("VLLM_BATCH_INVARIANT", "0"), ("0",)),
     ):

@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from rl_kernel.errors import PlanError
+from rl_kernel.integrations.vllm.requests import refuse
 from rl_kernel.integrations.vllm.row_temperatures import row_temperatures
 from rl_kernel.integrations.vllm.runtime import StrictRuntime
 
@@ -53,22 +53,3 @@ class StrictGPUSampler(Sampler):
     def apply_sampling_params(self, logits: torch.Tensor, *_: Any, **__: Any) -> Any:
         """logits[R,V] of this step → logits / temperature, the same division as in the contract."""
         return logits / self._now[:, None]
-
-
-def refuse(asked: SamplingParams) -> None:
-    """Raise PlanError for anything but a temperature."""
-    for name, found in (
-        ("top_p", asked.top_p != 1.0),
-        ("top_k", asked.top_k > 0),
-        ("min_p", asked.min_p != 0.0),
-        ("penalties", any((asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty != 1.0))),
-        ("min_tokens", bool(asked.min_tokens)),
-        ("logit_bias", bool(asked.logit_bias)),
-        ("allowed_token_ids", bool(asked.allowed_token_ids)),
-        ("bad_words", bool(asked.bad_words)),
-        ("logprobs=-1", asked.logprobs == -1),
-    ):
-        if found:
-            raise PlanError(f"{name} changes what is sampled from and has no contract; use temperature only")
-    if asked.prompt_logprobs is not None:
-        raise PlanError("prompt_logprobs are not served in strict mode; score a text by generating from it")

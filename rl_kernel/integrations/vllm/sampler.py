@@ -14,6 +14,7 @@ from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.sample.sampler import Sampler
 
 from rl_kernel.errors import PlanError
+from rl_kernel.integrations.vllm.requests import StrictRequests
 from rl_kernel.integrations.vllm.runtime import StrictRuntime
 
 
@@ -125,4 +126,5 @@ def _active(metadata: SamplingMetadata) -> bool:
     return any(
         not any(getattr(processor, state, None) == nothing for state, nothing in idle.items())
         for processor in metadata.logitsprocs.all
+        if type(processor) is not StrictRequests
     )

@@ -36,9 +36,13 @@ class SeededCPUWorker(CPUWorker):
 class StrictCPUWorker(StrictCalls, SeededCPUWorker):
     """Builds its model out of strict layers and counts what serves every op."""
 
+    def init_device(self) -> None:
+        """As vLLM's, where the engine has a contract."""
+        check_engine(self.vllm_config)
+        super().init_device()
+
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """As vLLM's, inside the hooks; then look at everything that was built."""
-        check_engine(self.vllm_config)
         if self.use_v2_model_runner:
             raise PlanError("vLLM's V2 model runner samples by other means on CPU; strict mode needs the V1 runner")
         self._runtime = make_runtime(self.vllm_config, torch.device("cpu"))

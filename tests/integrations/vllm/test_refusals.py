@@ -9,6 +9,9 @@ from rl_kernel.integrations.vllm import engine_arguments, register
 from services.records import Sampling
 from tests.models import LLAMA, write_tiny_model
 
+# What vLLM itself needs for a tiny model without a tokenizer.
+PLAIN = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**24, "max_model_len": 64}
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -51,6 +54,13 @@ def test_a_split_that_does_not_fit_is_refused(make_engine, models, options, mess
         ({"enable_lora": True}, "LoRA = .* has no contract"),
         ({"kv_cache_dtype": "fp8"}, "KV cache dtype = 'fp8' has no contract"),
         ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode = 'raw_logprobs' has no contract"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds = True has no contract"),
+        ({"hf_overrides": {"rms_norm_eps": 0.1}}, "hf_overrides = {'rms_norm_eps': 0.1} has no contract"),
+        ({"logits_processors": None}, r"logits_processors = None has no contract; strict mode needs \['rl_kernel\."),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            "speculative decoding = .* has no contract",
+        ),
     ],
 )
 def test_a_vllm_feature_without_a_contract_is_refused(models, monkeypatch, argument, message):
@@ -58,9 +68,46 @@ def test_a_vllm_feature_without_a_contract_is_refused(models, monkeypatch, argum
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     register()
-    arguments = engine_arguments() | argument
+    arguments = PLAIN | engine_arguments() | argument
     with pytest.raises(PlanError, match=message):
-        LLM(str(models["llama"]), skip_tokenizer_init=True, kv_cache_memory_bytes=2**24, max_model_len=64, **arguments)
+        LLM(str(models["llama"]), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"attention_bias": True}, "attention_bias=True has no contract"), ({"rope_theta": None}, "has no 'rope_theta'")],
+)
+def test_a_plain_vllm_refuses_a_model_without_a_contract_too(tmp_path, monkeypatch, change, message):
+    from vllm import LLM
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    register()
+    folder = write_tiny_model(tmp_path / "model", LLAMA)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        LLM(str(folder), **PLAIN, **engine_arguments())
+
+
+def test_a_bad_request_is_that_requests_error_and_the_engine_goes_on(models, monkeypatch):
+    """From the sampler the same refusal would end the engine, and in one process the next call would never return."""
+    from vllm import LLM, SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    register()
+    engine = LLM(str(models["llama"]), **PLAIN, **engine_arguments())
+
+    def ask(**more):
+        params = SamplingParams(seed=1, max_tokens=2, logprobs=0, detokenize=False, **more)
+        (output,) = engine.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+        return output.outputs[0].token_ids, output.outputs[0].logprobs
+
+    before = ask()
+    for bad in ({"top_p": 0.9}, {"prompt_logprobs": 1}, {"repetition_penalty": 1.1}, {"logit_bias": {3: 1.0}}):
+        with pytest.raises(VLLMValidationError, match=rf"^{next(iter(bad))} "):
+            ask(**bad)
+        assert ask() == before
 
 
 @pytest.mark.parametrize(
