@@ -28,6 +28,7 @@ _ALLOWED: Final[Mapping[str, tuple[object, ...]]] = {
     "hidden_act": ("silu", None),
     "logit_scale": (1, None),
     "partial_rotary_factor": (1, None),
+    "dual_chunk_attention_config": (None,),
     "quantization_config": (None,),
 }
 

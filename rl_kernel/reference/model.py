@@ -3,7 +3,7 @@
 Shape suffixes: T tokens of all sequences, E hidden, H query heads, G kv heads, D head_dim, F intermediate.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from rl_kernel.errors import ModelError, ShapeError
 from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.ops import F32, I64, Bits, Reference, embedding
 from rl_kernel.reference.rope_table import rope_table
-from rl_kernel.reference.weights import digest_tensors, map_weights
+from rl_kernel.reference.weights import Array, digest_tensors, map_weights
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LOGIT_ROWS = 128  # rows of logits held at a time; changes no bit
 _BATCH_TOKENS = 1024  # tokens of one pass; changes no bit
 
@@ -38,13 +39,7 @@ class Decoder:
         """Map the model in `folder`. ModelError: missing, incomplete, of another architecture, or not bf16."""
         config = DecoderConfig.read(folder)
         tensors = map_weights(folder)
-        for name, shape in expected_tensors(config):
-            if name not in tensors:
-                raise ModelError(f"{folder}: tensor {name!r} is missing")
-            dtype, array = tensors[name]
-            if dtype != "BF16" or array.shape != shape:
-                found = f"{dtype}{list(array.shape)}"
-                raise ModelError(f"{folder}: tensor {name!r} is {found}, the contract needs BF16{list(shape)}")
+        check_tensors(folder, config, tensors)
         digest = digest_tensors(((n, d, a) for n, (d, a) in tensors.items()), tied=config.tied)
         rope = rope_table(config.rope_theta, config.head_dim, config.max_position, config.rope_scaling)
         weights = {name: array for name, (_, array) in tensors.items()}
@@ -67,7 +62,7 @@ class Decoder:
             [s + np.arange(c - 1, len(i) - 1) for s, c, i in zip(starts, prompt_lens, tokens, strict=False)]
         )
         target = np.concatenate([ids[cut:] for ids, cut in zip(tokens, prompt_lens, strict=True)]).astype(np.int64)
-        head = self.weights["model.embed_tokens.weight" if self.config.tied else "lm_head.weight"]
+        head = self.weights[_EMBEDDING if self.config.tied else _HEAD]
         flat = np.concatenate([
             self.reference.linear_logp(
                 hidden[rows[i : i + _LOGIT_ROWS]], head, target[i : i + _LOGIT_ROWS],
@@ -91,7 +86,7 @@ class Decoder:
             )
         cu = np.cumsum([0, *lengths]).astype(np.int32)
         positions = np.concatenate([np.arange(n) for n in lengths])
-        x_TE = embedding(np.concatenate(tokens).astype(np.int64), self.weights["model.embed_tokens.weight"])
+        x_TE = embedding(np.concatenate(tokens).astype(np.int64), self.weights[_EMBEDDING])
         see("embedding", x_TE)
         for layer in range(config.layers):
             x_TE = self._attention(layer, x_TE, positions, cu, see)
@@ -138,12 +133,37 @@ class Decoder:
         return self.weights[f"model.layers.{layer}.{name}.weight"]
 
 
+def check_tensors(folder: Path, config: DecoderConfig, tensors: Mapping[str, tuple[str, Array]]) -> None:
+    """Raise ModelError unless `tensors`, mapped from `folder`, are those of `config` in bf16, and no others.
+
+    A tied model's file may repeat the embedding as `lm_head.weight`. Other values there are refused: they say that the
+    model is not tied, and engines take them for the output layer.
+    """
+    expected = dict(expected_tensors(config))
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise ModelError(f"{folder}: tensor {name!r} is missing")
+        dtype, array = tensors[name]
+        if dtype != "BF16" or array.shape != shape:
+            found = f"{dtype}{list(array.shape)}"
+            raise ModelError(f"{folder}: tensor {name!r} is {found}, the model needs BF16{list(shape)}")
+    if config.tied and _HEAD in tensors and not np.array_equal(tensors[_HEAD][1], tensors[_EMBEDDING][1]):
+        raise ModelError(
+            f"{folder}: {_HEAD!r} is not the embedding, but tie_word_embeddings is true; correct config.json"
+        )
+    for name in sorted(tensors.keys() - expected.keys() - ({_HEAD} if config.tied else set())):
+        raise ModelError(
+            f"{folder}: tensor {name!r} is not of the {config.model_type} decoder of {config.layers} layers that "
+            f"config.json describes; remove it, or correct config.json"
+        )
+
+
 def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of every weight that a model of this config must have, under Hugging Face names."""
     query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    yield "model.embed_tokens.weight", (config.vocab, config.hidden)
+    yield _EMBEDDING, (config.vocab, config.hidden)
     if not config.tied:
-        yield "lm_head.weight", (config.vocab, config.hidden)
+        yield _HEAD, (config.vocab, config.hidden)
     yield "model.norm.weight", (config.hidden,)
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm": (config.hidden,),

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_kernel.errors import ModelError
+from rl_kernel.reference import model as reference
 from rl_kernel.reference.config import DecoderConfig
-from rl_kernel.reference.model import expected_tensors
 from rl_kernel.reference.weights import map_weights
 from services.config import Config, Numerics
 
@@ -69,20 +69,10 @@ def check_split(config: DecoderConfig, options: EngineOptions) -> None:
 def check_tensors(config: DecoderConfig, folder: Path) -> None:
     """Raise ModelError if `folder` does not hold exactly what a model of this config needs, in bf16."""
     tensors = map_weights(folder)
-    expected = dict(expected_tensors(config))
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise ModelError(f"{folder}: tensor {name!r} is missing")
-        dtype, array = tensors[name]
-        if dtype != "BF16" or array.shape != shape:
-            raise ModelError(f"{folder}: tensor {name!r} is {dtype}{list(array.shape)}, expected BF16{list(shape)}")
     if config.tied and "lm_head.weight" in tensors:
+        # Also where it repeats the embedding: whether a model is tied, vLLM tells by the file.
         raise ModelError(f"{folder}: 'lm_head.weight' must not be there, since tie_word_embeddings is true")
-    for name in sorted(tensors.keys() - expected.keys()):
-        raise ModelError(
-            f"{folder}: tensor {name!r} is not of the {config.model_type} decoder of {config.layers} layers that "
-            f"config.json describes; remove it, or correct config.json"
-        )
+    reference.check_tensors(folder, config, tensors)
 
 
 def thread_binding(options: EngineOptions) -> str:

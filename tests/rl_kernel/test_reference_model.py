@@ -99,7 +99,7 @@ def _edit_config(folder: Path, **changes: object) -> None:
         ({"attention_bias": True}, "attention_bias=True has no contract"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling type 'yarn' has no contract"),
         ({"hidden_size": "absent"}, "config.json has no 'hidden_size'"),
-        ({"intermediate_size": 99}, r"'model.layers.0.mlp.gate_proj.weight' is BF16\[224, 160\], the contract needs"),
+        ({"intermediate_size": 99}, r"'model.layers.0.mlp.gate_proj.weight' is BF16\[224, 160\], the model needs"),
         ({"model_type": ["llama"]}, r"architecture \['llama'\] has no contract"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"it must be \['LlamaForCausalLM'\]"),
         ({"vocab_size": None}, f"config.json: vocab_size=None must be a whole number from 1 to {2**31 - 1}"),
@@ -143,6 +143,10 @@ def _edit_config(folder: Path, **changes: object) -> None:
         ({"qkv_bias": True}, "qkv_bias=True has no contract; it must be False"),
         ({"bias": True}, "bias=True has no contract; it must be False"),
         ({"is_causal": False}, "is_causal=False has no contract; it must be True"),
+        (
+            {"dual_chunk_attention_config": {"chunk_size": 8}},
+            "dual_chunk_attention_config={'chunk_size': 8} has no cont",
+        ),
         ({"logit_scale": 0.5}, r"logit_scale=0\.5 has no contract; it must be 1"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a number above 0"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number above 0"),
@@ -150,6 +154,8 @@ def _edit_config(folder: Path, **changes: object) -> None:
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
         ({"hidden_act": "x" * 9999}, "hidden_act='xxx.* has no contract; it must be 'silu'"),
         ({"num_hidden_layers": 3}, "tensor 'model.layers.2.input_layernorm.weight' is missing"),
+        ({"num_hidden_layers": 1}, r"tensor 'model\.layers\.1\..*' is not of the llama decoder of 1 layers"),
+        ({"tie_word_embeddings": True}, "'lm_head.weight' is not the embedding, but tie_word_embeddings is true"),
     ],
 )
 def test_a_model_without_a_contract_is_refused_in_one_line(

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_kernel.errors import ModelError
 from rl_kernel.integrations.megatron.model_shape import Layout
+from rl_kernel.reference.model import check_tensors
 from rl_kernel.reference.weights import Array, digest_tensors, map_weights
 from rl_kernel.torch_autograd import TensorParallel
 
@@ -110,18 +110,10 @@ def load_folder(folder: Path, layout: Layout, parameters: Mapping[str, Tensor], 
     Raises ModelError naming a tensor that is missing, unexpected, not bf16 or of another shape.
     """
     mapped = map_weights(folder)
-    wanted = {piece.name: piece for piece in pieces(layout, parameters)}
-    for name in mapped.keys() - wanted.keys() - ({"lm_head.weight"} if layout.decoder.tied else set()):
-        raise ModelError(f"{folder}: tensor {name!r} has no place in a {layout.decoder.model_type} model")
+    check_tensors(folder, layout.decoder, mapped)
     with torch.no_grad():
-        for name, piece in wanted.items():
-            if name not in mapped:
-                raise ModelError(f"{folder}: tensor {name!r} is missing")
-            dtype, bits = mapped[name]
-            if dtype != "BF16" or bits.shape != piece.shape:
-                found, need = f"{dtype}{list(bits.shape)}", f"BF16{list(piece.shape)}"
-                raise ModelError(f"{folder}: tensor {name!r} is {found}, the model needs {need}")
-            piece.fill(torch.from_numpy(np.array(bits)).view(torch.bfloat16), tp)
+        for piece in pieces(layout, parameters):
+            piece.fill(torch.from_numpy(np.array(mapped[piece.name][1])).view(torch.bfloat16), tp)
 
 
 def own_digest(layout: Layout, parameters: Mapping[str, Tensor], tp: TensorParallel) -> str:

@@ -86,10 +86,10 @@ def shapes(decoder, vocab_rows):
     return found
 
 
-def edited(folders, tmp_path, edit):
-    """A copy of the llama folder whose tensors went through `edit`."""
+def edited(folders, tmp_path, edit, model="llama"):
+    """A copy of the model's folder whose tensors went through `edit`."""
     folder = tmp_path / "edited"
-    shutil.copytree(folders["llama"], folder)
+    shutil.copytree(folders[model], folder)
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -111,7 +111,9 @@ def test_a_missing_tensor_is_named(folders, tmp_path, tp):
 
 def test_a_tensor_without_a_place_is_named(folders, tmp_path, tp):
     folder = edited(folders, tmp_path, lambda tensors: tensors.update({"model.bias": torch.ones(2)}))
-    with pytest.raises(ModelError, match=r"tensor 'model\.bias' has no place in a llama model"):
+    with pytest.raises(
+        ModelError, match=r"tensor 'model\.bias' is not of the llama decoder of 2 layers that config.json describes"
+    ):
         load(folder, tp)
 
 
@@ -125,6 +127,19 @@ def test_a_tensor_of_another_shape_is_named(folders, tmp_path, tp):
     folder = edited(folders, tmp_path, lambda tensors: tensors.update({NORM: tensors[NORM][:8].clone()}))
     with pytest.raises(ModelError, match=r"is BF16\[8\], the model needs BF16\[160\]"):
         load(folder, tp)
+
+
+def test_a_head_of_its_own_in_a_tied_model_is_named(folders, tmp_path, tp):
+    def repeat(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    def differ(tensors):
+        repeat(tensors)
+        tensors["lm_head.weight"].view(torch.int16)[7, 7] ^= 1
+
+    load(edited(folders, tmp_path / "same", repeat, "llama-tied"), tp)
+    with pytest.raises(ModelError, match=r"'lm_head\.weight' is not the embedding, but tie_word_embeddings is true"):
+        load(edited(folders, tmp_path / "other", differ, "llama-tied"), tp)
 
 
 def test_another_architecture_is_named(folders, tmp_path, tp):
