@@ -20,7 +20,9 @@ STRONG: Final = 0.9
 HINT: Final = 0.6
 _WORTH_SAYING: Final = 0.5
 _RESEMBLES: Final = 0.9
+_ENOUGH_TO_RESEMBLE: Final = 8
 _ENOUGH_BEFORE: Final = 4
+_MOSTLY: Final = 0.5
 LAST_BITS: Final = 1e-5  # a difference that anything may make by chance
 
 Candidate = tuple[str, str, Logprobs]
@@ -72,6 +74,15 @@ class Evidence:
         return int(self.positions[differs[0]]) - 1
 
     @property
+    def alone(self) -> bool:
+        """Whether the other side is right in most of its bits, so that this one could have been."""
+        other = self.trainer if self.record is self.rollout else self.rollout
+        if len(other.logprobs) != len(self.truth):
+            return True
+        right = other.logprobs.view(np.uint32) == self.truth.view(np.uint32)
+        return bool((right | ~self.active).mean() > _MOSTLY)
+
+    @property
     def delta(self) -> Any:
         """float64 [R], found − truth; 0 where a value is not finite or the token is not active."""
         with np.errstate(invalid="ignore"):
@@ -102,6 +113,8 @@ def explained(found: Logprobs, truth: Logprobs, predicted: Logprobs, active: Mas
         sure = np.abs(found - truth)[differs].max() > LAST_BITS
         return IN_PART if differs.sum() >= 4 else SETTLED if sure else STRONG
     finite = np.isfinite(found) & np.isfinite(truth) & np.isfinite(predicted) & active
+    if finite.sum() < _ENOUGH_TO_RESEMBLE:
+        return 0.0  # of many predictions one resembles a few values by chance
     side, right, guess = (values[finite].astype(np.float64) for values in (found, truth, predicted))
     before = np.abs(side - right).mean() if finite.any() else 0.0
     if before == 0.0 or correlation(side, guess) < max(_RESEMBLES, correlation(side, right)):

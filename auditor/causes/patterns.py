@@ -12,8 +12,9 @@ import numpy as np
 
 from auditor.causes.evidence import Evidence, Suggestion, correlation
 
-_USUAL_NOISE: Final = 0.03  # where nobody could be asked
-_BEYOND: Final = 1.5  # times the noise: more than rounding makes
+_USUAL_NOISE: Final = 0.015  # where nobody could be asked
+_BEYOND: Final = 3.0  # times the noise: more than another order of sums makes
+BEYOND_BY_BOTH: Final = 5.0  # the same, where neither side computes as the reference does
 _FALLBACK: Final = 0.35  # much looks like it
 _TRENDING: Final = 0.42
 _LEAST: Final = 12
@@ -27,7 +28,7 @@ def flat_last_bits(evidence: Evidence, noise: float | None) -> Iterator[Suggesti
     """Differences of the size of rounding at many tokens, of both signs, that neither grow nor cluster."""
     delta = evidence.delta[evidence.active]
     differing = delta[delta != 0.0]
-    if differing.size == 0 or np.abs(delta).max() > 0.25 or np.median(np.abs(differing)) > _limit(noise):
+    if differing.size == 0 or np.abs(delta).max() > 0.25 or np.median(np.abs(differing)) > _limit(evidence, noise):
         return
     both_signs = bool(min((differing > 0).mean(), (differing < 0).mean()) > 0.1)
     halves = [float(np.abs(half).mean()) for half in np.array_split(delta, 2)]
@@ -46,7 +47,7 @@ def other_weights(evidence: Evidence, noise: float | None) -> Iterator[Suggestio
     """Differences everywhere, beyond rounding and of both signs: another model, of which nothing is known."""
     delta = evidence.delta[evidence.active]
     differing = delta[delta != 0.0]
-    if differing.size < max(4, 0.9 * delta.size) or np.median(np.abs(differing)) < _limit(noise):
+    if differing.size < max(4, 0.9 * delta.size) or np.median(np.abs(differing)) < _limit(evidence, noise):
         return
     # Other weights make what was drawn less likely; a filter or a lower temperature makes it likelier.
     if (differing < 0).mean() > 0.3:
@@ -65,7 +66,7 @@ def trend(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
     The further a response goes on, the more of what it sees is its own.
     """
     size = np.abs(evidence.delta)[evidence.active]
-    if size.size < _LEAST or np.median(size) < _limit(noise):
+    if size.size < _LEAST or np.median(size) < _limit(evidence, noise):
         return
     thirds = [float(third.mean()) for third in np.array_split(size, 3)]
     rank = _rank_correlation(size)
@@ -93,8 +94,11 @@ def begins_somewhere(evidence: Evidence, noise: float | None) -> Iterator[Sugges
         )
 
 
-def _limit(noise: float | None) -> float:
-    return _BEYOND * (_USUAL_NOISE if noise is None else noise)
+def _limit(evidence: Evidence, noise: float | None) -> float:
+    """The median difference beyond which it is more than rounding."""
+    if noise is None:
+        return _BEYOND * _USUAL_NOISE
+    return noise * (_BEYOND if evidence.alone else BEYOND_BY_BOTH)
 
 
 def _rank_correlation(values: np.ndarray) -> float:

@@ -49,7 +49,6 @@ def _models(oracle: Oracle) -> Iterator[Model]:
             Edit("gemm", _rounded(parts)),
         )
         yield Model.of(decoder, "reduction_order", name, edit)
-    yield Model.of(decoder, "reduction_order", "products of the local BLAS", Edit("gemm", _native))
     yield Model.of(decoder, "reduction_order", "norms rounded before their weights", Edit("rms_norm", _norm_in_steps))
     yield Model.of(decoder, "reduction_order", "SiLU rounded before the product", Edit("swiglu", _swiglu_in_steps))
 
@@ -77,10 +76,6 @@ def _rounded(parts: int) -> Callable[..., Any]:
         return narrow(total)
 
     return gemm
-
-
-def _native(plain: Reference, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
-    return narrow(widen(x) @ widen(w).T)
 
 
 def _norm_in_steps(plain: Reference, x: Bits, w: Bits, eps: float) -> Bits:

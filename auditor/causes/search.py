@@ -87,7 +87,7 @@ def promising(evidence: Evidence, oracle: Oracle, values: Callable[[I64], Logpro
     """Whether a few wrong rows of the window do not rule a prediction out; values: of such rows."""
     found, truth = evidence.found[oracle.window], evidence.truth[oracle.window]
     few = np.flatnonzero(evidence.differs[oracle.window] & np.isfinite(found))[:_FEW]
-    if few.size < _LEAST:
+    if not few.size:
         return True
     return explained(found[few], truth[few], values(few), np.ones(few.size, np.bool_)) >= _HOPELESS
 
@@ -112,7 +112,7 @@ class _Trial:
         for model in models:
             if model.kin in off:
                 continue
-            if self._few.size >= _LEAST:
+            if self._few.size:
                 trial = (
                     self._oracle.logprobs(model.decoder)[self._few]
                     if model.whole

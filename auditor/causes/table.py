@@ -18,7 +18,7 @@ from auditor.causes.lookup import other_token, value_order
 from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
 from auditor.causes.nonfinite import nonfinite
 from auditor.causes.oracle import Oracle, OutOfBudget
-from auditor.causes.patterns import begins_somewhere, flat_last_bits, other_weights, trend
+from auditor.causes.patterns import BEYOND_BY_BOTH, begins_somewhere, flat_last_bits, other_weights, trend
 from auditor.causes.pieces import Piece, largest_piece, together
 from auditor.causes.precision import low_precision
 from auditor.causes.reduction import rounding_noise, split_sums
@@ -39,7 +39,7 @@ Compute = Callable[[Evidence, Oracle], Iterator[Suggestion]]
 Pattern = Callable[[Evidence, float | None], Iterator[Suggestion]]
 
 _PIECES: Final = 4
-_FAR_BELOW: Final = 0.01
+_FAR_BELOW: Final = 0.01  # times rounding: what no other value inside of the model makes
 
 # Read off the values alone.
 READ: Final[tuple[Read, ...]] = (
@@ -118,8 +118,11 @@ def _computed(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
     found: list[Suggestion] = []
     try:
         for compute in COMPUTED:
+            # Where neither side computes as the reference does, no fault finer than that could be told.
+            if compute is split_sums and not evidence.alone and _within(BEYOND_BY_BOTH, evidence, oracle):
+                break
             found += compute(evidence, oracle)
-            if _settled(found) or (compute is split_sums and _below_rounding(evidence, oracle)):
+            if _settled(found) or (compute is split_sums and _within(_FAR_BELOW, evidence, oracle)):
                 break
     except OutOfBudget:
         return found
@@ -142,10 +145,11 @@ def _in_pieces(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
     return [together(pieces)] if pieces else []
 
 
-def _below_rounding(evidence: Evidence, oracle: Oracle) -> bool:
-    """Whether the differences are far below those that any other value inside of the model makes once it is rounded."""
-    oracle.noise = rounding_noise(oracle)
-    return float(np.median(np.abs(evidence.delta[evidence.differs]))) < _FAR_BELOW * oracle.noise
+def _within(times: float, evidence: Evidence, oracle: Oracle) -> bool:
+    """Whether the differences are within so many times those that rounding alone makes inside of the model."""
+    if oracle.noise is None:
+        oracle.noise = rounding_noise(oracle)
+    return float(np.median(np.abs(evidence.delta[evidence.differs]))) < times * oracle.noise
 
 
 def _settled(suggestions: list[Suggestion]) -> bool:
