@@ -8,6 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rl_kernel.contract import ModelContract
+from rl_kernel.errors import EvidenceError, ModelError
 from rl_kernel.integrations.evidence import CountingPlan
 from rl_kernel.integrations.megatron.attention import PackedRows
 from rl_kernel.integrations.megatron.gradients import clear_gradients, finish_gradients
@@ -50,16 +51,20 @@ class StrictModel:
         self.module = _build(self.layout, self._ops, self.plan).to(self.device)
         self.parameters: dict[str, Tensor] = dict(self.module.named_parameters())
         self._passes = Passes()
+        self._loaded = False
 
     def load(self, folder: Path) -> None:
         """Replace the weights by those of a Hugging Face folder; ModelError as `weights.load_folder`."""
         load_folder(folder, self.layout, self.parameters, self.tp)
+        self._loaded = True
 
     def logprobs(self, packed: Packed, temperature: float) -> Tensor:
         """fp32 logprob of every target of `packed`, on the model's device; differentiable unless under no_grad().
 
-        Raises EvidenceError if a module of the model is not ours.
+        Raises EvidenceError if a module of the model is not ours, ModelError before the first `load`.
         """
+        if not self._loaded:
+            raise ModelError("megatron: the model has no weights yet; load() a folder first")
         refuse_foreign_modules(self.module)
         self._passes.forward += 1
         packed = packed.to(self.device)
@@ -77,7 +82,12 @@ class StrictModel:
         return logprobs
 
     def backward(self, logprobs: Tensor, gradient: Tensor) -> None:
-        """Continue every main gradient by the part of these logprobs, whose gradient is `gradient` (fp32)."""
+        """Continue every main gradient by the part of these logprobs, whose gradient is `gradient` (fp32).
+
+        The logprobs must have been asked for after `clear_gradients`; EvidenceError if there was none.
+        """
+        if any(getattr(parameter, "main_grad", None) is None for parameter in self.parameters.values()):
+            raise EvidenceError("megatron: there are no main gradients to continue; clear_gradients() begins a step")
         self._passes.backward += 1
         logprobs.backward(gradient.to(self.device))
 

@@ -16,7 +16,7 @@ def join_tensor_parallel(tp_size: int = 1, rank: int = 0, rendezvous: str = "", 
 
     rendezvous: a URL that torch.distributed accepts and all ranks share (`file:///…` on one host, `tcp://host:port`);
     needed from two ranks up. device: `cpu`, or `cuda`: this process then takes the GPU of its rank among those it sees.
-    Called again with the same size, it returns the group that exists.
+    Called again with the same size, it returns the group that exists. ContractError where the ranks are cut otherwise.
     """
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -31,6 +31,11 @@ def join_tensor_parallel(tp_size: int = 1, rank: int = 0, rendezvous: str = "", 
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_size)
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() != tp_size:  # somebody initialised Megatron before, and cut the ranks in another way
+        raise ContractError(
+            f"Megatron's tensor-parallel group here has {group.size()} of {tp_size} ranks; there is no contract for "
+            f"pipeline, context or data parallel ranks: initialise it with tensor_model_parallel_size={tp_size} alone"
+        )
     return TensorParallel(group.rank(), tp_size, group if tp_size > 1 else None)
 
 
