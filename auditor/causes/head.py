@@ -1,23 +1,23 @@
 """Precision of the head: its product, its logits, or the log-probabilities themselves, in 16 bits or in eight."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import STRONG, Evidence, Suggestion, explained
+from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.oracle import F32, F64, Oracle
 from auditor.causes.precision import CASTS, FORMATS, OF_ROWS, Coarse, coarse
-from auditor.causes.search import Candidate, nearest
+from auditor.causes.search import Candidate, nearest, promising
 from auditor.compare import Logprobs
 from rl_kernel.reference.ops import I64, narrow, widen
 
-_LARGEST: Final = 1 << 27  # bytes of an output layer that is rounded
-_FEW: Final = 16  # rows on which a rounding is tried before all are computed
+_LARGEST: Final = 1 << 28  # bytes of an output layer that is rounded
 
 Rounding = Callable[[F32], F32]
 Rows = I64 | slice
+OfRows = Callable[[Rows], Logprobs]
 
 
 def low_precision_values(evidence: Evidence) -> Iterator[Suggestion]:
@@ -32,48 +32,59 @@ def low_precision_values(evidence: Evidence) -> Iterator[Suggestion]:
 
 
 def low_precision_head(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """The reference with its head's product, its logits or what is made of them in fewer bits."""
-    if best := nearest(evidence, oracle, _candidates(evidence, oracle)):
+    """The reference with its logits, or what is made of them, in fewer bits."""
+    if best := nearest(evidence, oracle, _candidates(evidence, oracle, _of_logits(oracle))):
         yield best
 
 
-def _candidates(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
-    window = oracle.window
-    found, truth = evidence.found[window], evidence.truth[window]
-    few = np.flatnonzero(evidence.differs[window])[:_FEW]
-    active = np.ones(len(few), np.bool_)
-    for name, values in _of_logits(oracle):
-        if explained(found[few], truth[few], values(few), active) > 0.0:
+def low_precision_output(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """The reference with the product that makes logits in eight bits, or its weights cut. Dear where they are many."""
+    if oracle.head_weights.nbytes > _LARGEST or evidence.begins is not None:
+        return
+    if best := nearest(evidence, oracle, _candidates(evidence, oracle, _of_products(oracle))):
+        yield best
+
+
+def _candidates(evidence: Evidence, oracle: Oracle, made: Iterable[tuple[str, OfRows]]) -> Iterator[Candidate]:
+    for name, values in made:
+        oracle.check_budget()
+        if promising(evidence, oracle, values):
             yield "bf16_head", name, values(slice(None))
 
 
-def _of_logits(oracle: Oracle) -> Iterator[tuple[str, Callable[[Rows], Logprobs]]]:
+def _read(oracle: Oracle, rows: Rows, logits: Callable[[Rows], F32]) -> Logprobs:
+    return oracle.from_logits(logits(rows), targets=oracle.targets[rows])
+
+
+def _of_logits(oracle: Oracle) -> Iterator[tuple[str, OfRows]]:
     """Name, and log-probabilities of some rows: logits rounded as they are, or once more divided by the temperature."""
     heat = np.float32(oracle.temperature)
-
-    def read(rows: Rows, logits: Callable[[Rows], F32]) -> Logprobs:
-        return oracle.from_logits(logits(rows), targets=oracle.targets[rows])
 
     def own(rows: Rows, rounded: Rounding) -> F32:
         return rounded(oracle.own_logits[rows])
 
     for name, rounded in _ROUNDINGS:
-        yield f"logits rounded to {name}", partial(read, logits=partial(own, rounded=rounded))
+        yield f"logits rounded to {name}", partial(_read, oracle, logits=partial(own, rounded=rounded))
         if heat != 1.0:
             heated = partial(_heated, rounded=rounded, heat=heat)
-            yield f"logits divided by the temperature in {name}", partial(read, logits=partial(own, rounded=heated))
+            yield (
+                f"logits divided by the temperature in {name}",
+                partial(_read, oracle, logits=partial(own, rounded=heated)),
+            )
     for name, rounded in _ROUNDINGS:
         for what, made in _SUMS:
             yield f"{what} in {name}", partial(_summed, oracle, made=made, rounded=rounded)
-    if oracle.head_weights.nbytes <= _LARGEST:
-        for name, change in _in_few_bits():
-            for what, of_hidden, of_weights in (
-                ("weights", None, change),
-                ("input", change, None),
-                ("product", change, change),
-            ):
-                product = partial(_product, oracle, of_hidden=of_hidden, of_weights=of_weights)
-                yield f"an output layer with its {what} {name}", partial(read, logits=product)
+
+
+def _of_products(oracle: Oracle) -> Iterator[tuple[str, OfRows]]:
+    for name, change in _in_few_bits():
+        for what, of_hidden, of_weights in (
+            ("weights", None, change),
+            ("input", change, None),
+            ("product", change, change),
+        ):
+            product = partial(_product, oracle, of_hidden=of_hidden, of_weights=of_weights)
+            yield f"an output layer with its {what} {name}", partial(_read, oracle, logits=product)
 
 
 def _in_few_bits() -> Iterator[tuple[str, Coarse]]:

@@ -76,7 +76,7 @@ class Oracle:
 
         Costs one forward, or as much of one as the other tokens are shorter.
         """
-        self._check_budget()
+        self.check_budget()
         self._budget -= 1.0 if tokens is None else len(tokens) / len(self.tokens)
         return decoder.hidden([self.tokens if tokens is None else tokens])
 
@@ -133,7 +133,7 @@ class Oracle:
 
     def version(self, version: int) -> Decoder:
         """The decoder of another weight version, which may have to be fetched first; VersionUnavailable."""
-        self._check_budget()
+        self.check_budget()
         assert self._load is not None, "no versions were given"
         try:
             return self._load(version)
@@ -149,7 +149,8 @@ class Oracle:
             other.__dict__.pop(name, None)
         return other
 
-    def _check_budget(self) -> None:
+    def check_budget(self) -> None:
+        """OutOfBudget where nothing more may be computed."""
         if self._budget <= 0 or time.monotonic() > self._deadline:
             raise OutOfBudget
 

@@ -11,7 +11,7 @@ from auditor.causes.context import cut_in_front, more_in_front, part_of_the_prom
 from auditor.causes.context_parallel import slice_edges
 from auditor.causes.evidence import SETTLED, Evidence, Suggestion
 from auditor.causes.filler import filler
-from auditor.causes.head import low_precision_head, low_precision_values
+from auditor.causes.head import low_precision_head, low_precision_output, low_precision_values
 from auditor.causes.kv import boundary, lost_blocks, stale_kv
 from auditor.causes.logits import logit_processor
 from auditor.causes.lookup import other_token, value_order
@@ -77,6 +77,7 @@ COMPUTED: Final[tuple[Compute, ...]] = (
     part_of_the_prompt,
     mixed_weights,
     low_precision,
+    low_precision_output,
     other_model,
     rope,
     lost_blocks,
