@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from auditor.causes.sample import Weights, diagnose_pair, diagnose_sample
 from auditor.causes.seen import ahead, attention_mask, seeing, window
 from auditor.causes.softmax import touched_tokens
 from auditor.causes.steps import two_steps
+from auditor.causes.table import LOOKS_LIKE, ranked
 from auditor.causes.temperature import temperature
 from auditor.causes.truncation import truncation
 from auditor.causes.variants import other_model
@@ -29,8 +32,8 @@ from auditor.faults.world import VERSIONS, Drawn, World, from_bf16, to_bf16
 from auditor.judge import ReferenceLogprobs
 from auditor.preconditions import first_failure
 from rl_kernel.reference.model import Decoder
-from rl_kernel.reference.ops import Bits
-from tests.auditor.samples import pair
+from rl_kernel.reference.ops import Bits, Reference
+from tests.auditor.samples import RESPONSE, pair
 
 Compute = Callable[[Evidence, Oracle], Iterator[Suggestion]]
 
@@ -329,6 +332,49 @@ def test_what_nothing_explains_is_named_by_its_course_and_by_what_rounding_makes
     late = evidence_of(world, sample, np.concatenate([evidence.truth[:40], wrong[40:]]))
     assert [suggestion.cause for suggestion in begins_somewhere(late, 0.01)] == ["kv_boundary"]
     assert list(begins_somewhere(evidence, 0.01)) == []
+
+
+def test_a_native_run_of_two_stock_engines_is_named_by_its_order_of_sums() -> None:
+    """Values of stock vLLM beside stock Megatron-core, both off the reference by their kernels only."""
+    stored = np.load(Path(__file__).parent / "data" / "native_run.npz")
+    rollouts, trainers, references = (stored[name][:, :RESPONSE] for name in ("rollout", "trainer", "reference"))
+    for sides, truth, noise in zip(zip(rollouts, trainers, strict=True), references, stored["noise"], strict=True):
+        rollout, trainer = (replace(r, logprobs=values) for r, values in zip(pair(), sides, strict=True))
+        for record in (rollout, trainer):
+            evidence = Evidence(record.logprobs, truth, record.mask, record, rollout, trainer)
+            found = [said for looks_like in LOOKS_LIKE for said in looks_like(evidence, float(noise))]
+            assert ranked(found)[0].cause == "reduction_order"
+
+
+def test_where_neither_side_computes_as_the_reference_rounding_is_named_and_soon(
+    world: World, sample: Drawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def coarse(parts: int) -> Edit:
+        def gemm(plain: Reference, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
+            size = -(-x.shape[1] // parts)
+            cuts = [np.s_[:, at : at + size] for at in range(0, x.shape[1], size)]
+            total, *rest = (from_bf16(plain.gemm(x[cut].copy(), w[cut].copy())) for cut in cuts)
+            for part in rest:
+                total = from_bf16(to_bf16(total + part))
+            return to_bf16(total)
+
+        return Edit("gemm", gemm)
+
+    rollout, trainer = world.records(sample)
+    reference = ReferenceLogprobs(trainer.logprobs, trainer.logprobs, "fma32")
+    sides = [under(coarse(parts))(world, sample) for parts in (5, 7)]
+    forwards, hidden = 0, Oracle.hidden
+
+    def counted(self: Oracle, *args: Any) -> Bits:
+        nonlocal forwards
+        forwards += 1
+        return hidden(self, *args)
+
+    monkeypatch.setattr(Oracle, "hidden", counted)
+    weights = Weights(world.decoder(sample.version), range(1, VERSIONS + 1), world.decoder)
+    rollout, trainer = replace(rollout, logprobs=sides[0]), replace(trainer, logprobs=sides[1])
+    assert diagnose_sample(rollout, trainer, reference, weights)[0].cause == "reduction_order"
+    assert forwards < 2 * 24
 
 
 def test_tokens_that_lack_their_beginning_are_truncated_and_not_cut_anew(world: World, sample: Drawn) -> None:
