@@ -187,7 +187,10 @@ class RunFolder:
         """The newest complete checkpoint; CheckpointError if there is none or it cannot be read."""
         folders = sorted((self.path / "checkpoints").glob("step*"))
         if not folders:
-            raise CheckpointError(f"run {self.run_id} has no checkpoint; set run.checkpoint_every to write some")
+            raise CheckpointError(
+                f"run {self.run_id} has no checkpoint: it ended before the first, which comes after "
+                f"run.checkpoint_every steps if that is not 0; start a new run"
+            )
         state = _State.read(folders[-1] / _STATE)
         if folders[-1].name != _name_of(state.next_step):
             raise CheckpointError(f"{folders[-1] / _STATE} says that it is of step {state.next_step}; it is damaged")
