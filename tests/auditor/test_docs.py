@@ -114,9 +114,16 @@ def test_every_cause_is_documented() -> None:
     """Names as they are written where suggestions are made."""
     folder = REPOSITORY / "auditor" / "causes"
     source = "".join(path.read_text() for path in folder.glob("*.py"))
-    causes = set(re.findall(r'Suggestion\(\s*"(\w+)"', source)) | set(
-        re.findall(r'^    "[\w.]+": "(\w+)",$', source, re.MULTILINE)
+    causes = set(
+        re.findall(r'(?:Suggestion\(|Model\(|Model\.of\(decoder,|Model\.of\(oracle\.decoder,)\s*"(\w+)"', source)
     )
-    assert len(causes) > 15
+    causes |= set(re.findall(r'yield "(\w+)", (?:f"|name|said)', source)) - {
+        "attention",
+        "rope",
+        "swiglu",
+        "residual_add",
+    }
+    causes |= set(re.findall(r'^    "[\w.]+": "(\w+)",$', source, re.MULTILINE))
+    assert len(causes) > 25
     for cause in causes:
         assert f"`{cause}`" in PROTOCOL, cause
