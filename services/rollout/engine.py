@@ -32,8 +32,9 @@ from services.rollout.options import EngineOptions, check_split, check_tensors, 
 
 __all__ = ["EngineOptions", "RolloutEngine"]
 
-_WARM_UP_PROMPT: Final = 5  # tokens; and so many new ones
-_WARM_UP_TOKENS: Final = 3
+# Past the first block of 64 keys; and new ones: where a product is cut, one logprob in three keeps its bits.
+_WARM_UP_PROMPT: Final = 66
+_WARM_UP_TOKENS: Final = 12
 _ONCE_A_PASS: Final = "embedding.embedding"
 _VOCAB_TILE: Final = 64  # vLLM pads the vocabulary to a multiple of it, as the contract does
 
@@ -199,9 +200,12 @@ class RolloutEngine:
             evidence.refuse_foreign()
         self._confirm(self._digest)
         self._llm.collective_rpc("reset_evidence")
-        prompt = tuple(i * 7 % self._config.vocab for i in range(1, _WARM_UP_PROMPT + 1))
-        response = self.generate([prompt], [Sampling(1.0, seed=0, max_new_tokens=_WARM_UP_TOKENS)])[0]
-        expected = self._llm.collective_rpc("expected_evidence", args=(_WARM_UP_TOKENS,))
+        room = self._options.max_model_len
+        steps = min(_WARM_UP_TOKENS, room // 2)
+        length = min(_WARM_UP_PROMPT, room - steps, self._options.max_num_batched_tokens)  # one pass reads it
+        prompt = tuple(i * 7 % self._config.vocab for i in range(1, length + 1))
+        response = self.generate([prompt], [Sampling(1.0, seed=0, max_new_tokens=steps)])[0]
+        expected = self._llm.collective_rpc("expected_evidence", args=(steps,))
         for evidence, wanted in zip(self.evidence(), expected, strict=True):
             evidence.require(wanted)
         tokens = np.array(prompt + response.tokens, np.int64)

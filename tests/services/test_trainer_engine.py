@@ -11,6 +11,7 @@ from rl_kernel.contracts import model_contract
 from rl_kernel.errors import EvidenceError, ModelError
 from rl_kernel.integrations.megatron.packing import Tokens
 from rl_kernel.integrations.megatron.parallel import leave_tensor_parallel
+from rl_kernel.ops.rope import cpu as rope
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.weights import weight_digest
 from services import engines
@@ -188,6 +189,13 @@ def test_options_come_from_the_config():
     options = TrainerOptions.of(build_config({"trainer": trainer, "numerics": {"segments": 4}}), rank=1)
     assert (options.clip_high, options.segments, options.rank) == (0.28, 4, 1)
     assert options.schedule == Schedule(peak=3e-6, warmup=7)
+
+
+def test_a_backend_that_is_wrong_past_a_block_is_refused(tmp_path, monkeypatch):
+    true = rope.rope
+    monkeypatch.setattr(rope, "rope", lambda x, cos, sin, positions: true(x, cos, sin, positions.clamp(max=63)))
+    with pytest.raises(EvidenceError, match="12 of 12 logprobs differ from the reference decoder's"):
+        TrainerEngine(write_tiny_model(tmp_path / "model", LLAMA), OPTIONS)
 
 
 def test_an_op_that_bypasses_the_plan_ends_the_step_with_an_error(engine):

@@ -1,5 +1,7 @@
 """The engine refuses to start when anything but the plan serves an op: hook by hook, and by counts and bits."""
 
+from functools import partial
+
 import pytest
 import torch
 from vllm.model_executor.custom_op import op_registry_oot
@@ -18,6 +20,9 @@ from rl_kernel.integrations.vllm import (
     sampler,
     worker,
 )
+from rl_kernel.ops.attention import cpu as attention
+from rl_kernel.ops.gemm import cpu as gemm
+from rl_kernel.ops.rope import cpu as rope
 from tests.integrations.vllm.requests import prompts, run
 
 
@@ -71,7 +76,7 @@ def test_an_op_that_was_not_called_often_enough_is_refused(make_engine, models, 
     monkeypatch.setattr(
         layers.StrictSiluAndMul, "forward", lambda self, x: torch.nn.functional.silu(x[:, :224]) * x[:, 224:]
     )
-    with pytest.raises(EvidenceError, match=r"swiglu\.swiglu was called 0 times, the model implies 6"):
+    with pytest.raises(EvidenceError, match=r"swiglu\.swiglu was called 0 times, the model implies 24"):
         make_engine(models["llama"])
 
 
@@ -83,7 +88,23 @@ def test_a_backend_with_other_bits_is_refused(make_engine, models, monkeypatch):
         return found._replace(logprobs=found.logprobs.nextafter(torch.tensor(0.0)))
 
     monkeypatch.setattr(sampler.StrictSampler, "_logprobs", off_by_one_ulp)
-    with pytest.raises(EvidenceError, match="3 of 3 logprobs differ from the reference decoder's"):
+    with pytest.raises(EvidenceError, match="12 of 12 logprobs differ from the reference decoder's"):
+        make_engine(models["llama"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "function", "other"),
+    [
+        (gemm, "gemm", lambda true, x, w, **how: true(x, w, **(how | {"segments": 2}))),
+        (attention, "paged_attention", lambda true, *args: true(*args) * (1.0 if args[5].max() <= 64 else 1.01)),
+        (rope, "rope", lambda true, x, cos, sin, at: true(x, cos, sin, at.clamp(max=63))),
+    ],
+)
+def test_a_backend_that_cuts_a_sum_or_is_wrong_past_a_block_is_refused(
+    make_engine, models, monkeypatch, backend, function, other
+):
+    monkeypatch.setattr(backend, function, partial(other, getattr(backend, function)))
+    with pytest.raises(EvidenceError, match=r"\d+ of 12 logprobs differ from the reference decoder's"):
         make_engine(models["llama"])
 
 
