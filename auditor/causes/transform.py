@@ -11,6 +11,7 @@ import numpy as np
 from auditor.causes.evidence import HINT, IN_PART, STRONG, Evidence, Suggestion, correlation
 
 _LEAST: Final = 12
+_STEPS: Final = 16  # of fp32, that a decimal is at least
 _REACH: Final = 3  # tokens on each side that a mean is taken over
 _MORE_THAN_ROUNDING: Final = 0.01
 
@@ -107,14 +108,13 @@ def _one_value(found: np.ndarray, truth: np.ndarray) -> str:
 
 def _in_digits(found: np.ndarray, truth: np.ndarray) -> Said:
     """Rounded or cut to some decimals, as when they were printed."""
+    step = float(np.spacing(np.abs(found).max().astype(np.float32)))
     for digits in range(7):
         unit = 10.0**-digits
-        near = np.abs(found - np.round(found, digits)) < 2e-7 * (np.abs(found) + 1.0)
-        if (
-            near.all()
-            and (np.abs(found - truth) < 1.01 * unit).all()
-            and (np.abs(found - truth) > 2e-7 * np.abs(truth)).any()
-        ):
+        if unit < _STEPS * step:
+            break  # what fp32 holds has so few decimals by itself
+        exact = found.astype(np.float32) == np.round(found, digits).astype(np.float32)
+        if exact.all() and (np.abs(found - truth) < 1.01 * unit).all():
             return STRONG, f"all values have at most {digits} decimals"
     return NOTHING
 

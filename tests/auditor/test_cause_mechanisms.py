@@ -123,9 +123,14 @@ def test_a_change_in_one_place_is_found_there(world: World, sample: Drawn) -> No
 
 
 def test_tensors_that_an_update_left_out_are_named_one_by_one(world: World, sample: Drawn) -> None:
-    old = ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight")
-    wrong = changed(world, sample, lambda n, own, other: other if n in old else own, sample.version - 1)
-    certain(mixed_weights, world, sample, wrong, "stale_weights", *old, f"version {sample.version - 1}")
+    names = sorted(world.decoder(1).weights)
+    for old in (names[7:9], names[3::4]):
+        wrong = changed(world, sample, lambda n, w, other, old=old: other if n in old else w, sample.version - 1)  # type: ignore[misc]
+        suggestion = said(mixed_weights, world, sample, wrong)
+        assert suggestion is not None
+        assert (suggestion.cause, suggestion.score) == ("stale_weights", CERTAIN)
+        assert old[0] in suggestion.evidence
+        assert f"of version {sample.version - 1}" in suggestion.evidence
 
 
 def test_a_share_of_an_update_is_found_in_all_tensors_and_in_a_block(world: World, sample: Drawn) -> None:
@@ -317,6 +322,12 @@ def test_values_made_of_right_ones_are_told_by_how(
     suggestion = values(change)
     assert suggestion.cause == cause
     assert word in suggestion.evidence
+
+
+def test_decimals_that_fp32_has_by_itself_are_no_rounding() -> None:
+    rollout, trainer = (replace(record, logprobs=record.logprobs - np.float32(8)) for record in pair())
+    moved = replace(rollout, logprobs=np.nextafter(rollout.logprobs, np.float32(0)))
+    assert "value_transform" not in {suggestion.cause for suggestion in diagnose_pair(moved, trainer)}
 
 
 def test_what_nothing_explains_is_named_by_its_course_and_by_what_rounding_makes(world: World, sample: Drawn) -> None:

@@ -39,6 +39,17 @@ def test_a_single_differing_token_is_settled_and_not_certain() -> None:
     assert explained(found, TRUTH, found, ALL) == SETTLED
 
 
+def test_a_last_bit_of_one_value_settles_nothing_and_few_values_resemble_nothing() -> None:
+    found = TRUTH.copy()
+    found[3] = np.nextafter(found[3], np.float32(0))
+    assert explained(found, TRUTH, np.where(ALL, found, TRUTH), ALL) == SETTLED  # all values are as predicted
+    also = found.copy()
+    also[5] += np.float32(0.5)
+    assert explained(found, TRUTH, also, ALL) == STRONG
+    few = np.arange(8) < 6
+    assert explained(TRUTH + np.float32(1.0), TRUTH, TRUTH + np.float32(0.9), few) == 0.0
+
+
 def test_a_prediction_that_takes_away_half_of_the_difference_gets_half_of_strong() -> None:
     found = TRUTH + np.float32(1.0)
     assert explained(found, TRUTH, TRUTH + np.float32(0.5), ALL) == STRONG * 0.5
