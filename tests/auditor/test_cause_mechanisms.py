@@ -325,8 +325,9 @@ def test_values_made_of_right_ones_are_told_by_how(
 
 
 def test_decimals_that_fp32_has_by_itself_are_no_rounding() -> None:
-    rollout, trainer = (replace(record, logprobs=record.logprobs - np.float32(8)) for record in pair())
-    moved = replace(rollout, logprobs=np.nextafter(rollout.logprobs, np.float32(0)))
+    right = np.linspace(-4.4, -4.1, RESPONSE).astype(np.float32)
+    rollout, trainer = (replace(record, logprobs=right) for record in pair())
+    moved = replace(rollout, logprobs=(right + 2 * np.spacing(right)).astype(np.float32))
     assert "value_transform" not in {suggestion.cause for suggestion in diagnose_pair(moved, trainer)}
 
 

@@ -46,8 +46,10 @@ def test_a_last_bit_of_one_value_settles_nothing_and_few_values_resemble_nothing
     also = found.copy()
     also[5] += np.float32(0.5)
     assert explained(found, TRUTH, also, ALL) == STRONG
-    few = np.arange(8) < 6
-    assert explained(TRUTH + np.float32(1.0), TRUTH, TRUTH + np.float32(0.9), few) == 0.0
+    wide = TRUTH + row(1, -1, 0, 1, 0, -1, 1, -1)
+    near = wide + row(0.1, 0, -0.1, 0, 0.1, 0, 0, 0)
+    assert explained(wide, TRUTH, near, ALL) > 0.5
+    assert explained(wide, TRUTH, near, np.arange(8) < 7) == 0.0
 
 
 def test_a_prediction_that_takes_away_half_of_the_difference_gets_half_of_strong() -> None:
