@@ -14,6 +14,7 @@ _LEAST: Final = 12
 _STEPS: Final = 16  # of fp32, that a decimal is at least
 _REACH: Final = 3  # tokens on each side that a mean is taken over
 _MORE_THAN_ROUNDING: Final = 0.01
+_MORE_THAN_LAST_BITS: Final = 1e-4
 
 Said = tuple[float, str]
 NOTHING: Final[Said] = (0.0, "")
@@ -136,11 +137,13 @@ def _mixed(found: np.ndarray, truth: np.ndarray) -> Said:
     }
     inner = slice(_REACH, -_REACH)
     size = float(np.abs(found - truth)[inner].mean())
+    if size < _MORE_THAN_LAST_BITS:
+        return NOTHING
     for name, columns in bases.items():
         matrix = np.stack(columns, axis=1)[inner]
         weights = np.linalg.lstsq(matrix, found[inner], rcond=None)[0]
         left = np.abs(matrix @ weights - found[inner]).mean()
-        if matrix.shape[0] > 2 * matrix.shape[1] and left < 1e-3 * size and left < 1e-4:
+        if matrix.shape[0] > 2 * matrix.shape[1] and left < 1e-3 * size and left < _MORE_THAN_LAST_BITS:
             return STRONG, f"the values are {name}, with weights {', '.join(f'{w:.4g}' for w in weights)}"
     usable = (found != 0.0).all() and (truth != 0.0).all()
     ratios = np.log(np.abs(found / truth)) if usable else np.zeros(len(found))
