@@ -5,6 +5,7 @@
 The rest of the schema is written by hand and stays as it is.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any, Final
@@ -60,4 +61,5 @@ def _setting(given: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     SCHEMA.write_text(schema_text(), "utf-8")

@@ -6,6 +6,7 @@ what every engine and the reference decoder read. A folder appears under its fin
     python -m services.models            # make sure that models/smollm2-135m-instruct is there
 """
 
+import argparse
 import fcntl
 import hashlib
 import os
@@ -134,6 +135,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def main() -> int:
     """Make sure that the demo's model is there."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         ensure_model(SMOLLM2.name)
     except ModelUnavailable as error:

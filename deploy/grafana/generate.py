@@ -1,5 +1,6 @@
 """Write the dashboards: `make dashboards`. A test holds the committed files to this."""
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ def text(name: str) -> str:
 
 def main() -> int:
     """Write every dashboard."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name in DASHBOARDS:
         (FOLDER / f"{name}.json").write_text(text(name), "utf-8")
         print(FOLDER / f"{name}.json")

@@ -1,5 +1,7 @@
 """Print the contracts in force as Markdown: `python -m rl_kernel.contracts > docs/contracts.md`."""
 
+import argparse
+
 from rl_kernel.contract import EXP2_MODELS, MMA_MODELS, PROFILES
 from rl_kernel.contracts import model_contract
 
@@ -45,4 +47,5 @@ def markdown() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(markdown(), end="")
