@@ -1,6 +1,7 @@
-"""Faults for counting only: written from threads, with their right answers, after the causes had been changed.
+"""Faults written from threads, with their right answers, after the causes had been changed for other lists.
 
-Nothing is tuned to them. What could be named here and is not stays as it is found; docs/results says how they fared.
+They were counted only until 30 November, when the causes were changed with them in sight; docs/results says how they
+fared before and after.
 """
 
 from dataclasses import dataclass, replace
