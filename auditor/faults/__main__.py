@@ -1,8 +1,8 @@
 """`python -m auditor.faults`: break a job on purpose in every way of the suite and print what the auditor says.
 
 `--list` takes other faults: `strangers`, `reported` and `held-out` were thought of, and read in threads of other
-frameworks' users, before any cause was written for them; `blind` and `blind-second` are variants by a judge who had read
-no cause, the second of them kept back while causes were changed, and no cause was changed for it.
+frameworks' users, before any cause was written for them; `blind` and `blind-second` are variants by a judge who had
+read no cause, the second of them kept back while causes were changed, and no cause was changed for it.
 
 Exit code 1 where a fault is missed, a clean sample is flagged, or less than nine in ten get a right cause first (of the
 lists that are only counted, as many as may be).
