@@ -31,10 +31,11 @@ def refuse(asked: SamplingParams) -> None:
         ("structured_outputs", asked.structured_outputs is not None),
         ("thinking_token_budget", asked.thinking_token_budget is not None),
         ("watermarking", asked.watermarking is True),
-        ("logprobs=-1", asked.logprobs == -1),
     ):
         if found:
             raise PlanError(f"{name} changes what is sampled from and has no contract; use temperature only")
+    if asked.logprobs == -1:
+        raise PlanError("logprobs=-1, those of the whole vocabulary, are not served in strict mode; ask for the top k")
     if asked.prompt_logprobs is not None:
         raise PlanError("prompt_logprobs are not served in strict mode; score a text by generating from it")
 
