@@ -35,7 +35,7 @@ def refuse(asked: SamplingParams) -> None:
         if found:
             raise PlanError(f"{name} changes what is sampled from and has no contract; use temperature only")
     if asked.logprobs == -1:
-        raise PlanError("logprobs=-1 asks for the whole vocabulary, which strict mode does not serve; ask for the top k")
+        raise PlanError("logprobs=-1 asks for the whole vocabulary; strict mode serves the top k")
     if asked.prompt_logprobs is not None:
         raise PlanError("prompt_logprobs are not served in strict mode; score a text by generating from it")
 
