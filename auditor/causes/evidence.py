@@ -1,6 +1,5 @@
 """What a diagnosis looks at, and how well a hypothesis explains it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,8 +23,6 @@ _ENOUGH_TO_RESEMBLE: Final = 8
 _ENOUGH_BEFORE: Final = 4
 _MOSTLY: Final = 0.5
 LAST_BITS: Final = 1e-5  # a difference that anything may make by chance
-
-Candidate = tuple[str, str, Logprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,20 +137,3 @@ def bits_hit(found: Logprobs, predicted: Logprobs, active: Mask) -> str:
     """`31 of 32 tokens have the predicted bits`."""
     hit = int(((found.view(np.uint32) == predicted.view(np.uint32)) & active).sum())
     return f"{hit} of {int(active.sum())} tokens have the predicted bits"
-
-
-def nearest(evidence: Evidence, window: slice, candidates: Iterable[Candidate]) -> Suggestion | None:
-    """Whichever candidate explains most, if any explains enough; none is computed behind one that is certain.
-
-    candidates: cause, what has those values, and the values float32 of the rows in `window`; the cheap and the common
-    first.
-    """
-    found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
-    best: Suggestion | None = None
-    for cause, name, predicted in candidates:
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best.score):
-            best = Suggestion(cause, score, f"the values are those of {name}; {bits_hit(found, predicted, active)}")
-            if score >= CERTAIN:
-                break
-    return best

@@ -19,7 +19,6 @@ from rl_kernel.reference.model import Decoder
 Candidate = tuple[str, str, Logprobs]
 
 _FEW: Final = 12  # wrong rows on which a model is tried before it is run on all
-_LEAST: Final = 4
 _HOPELESS: Final = 0.25
 _ALIGNED: Final = 0.5  # cosine of two differences above which one may be a part of the other; of few rows, so not low
 _SMALLER: Final = 0.1  # of the difference: an effect that no kin of it makes up for

@@ -26,8 +26,6 @@ from auditor.faults.suite import Break, Fault, logits_of, on_ops, one_of, read_o
 from auditor.faults.world import Drawn, World, from_bf16, to_bf16
 from rl_kernel.reference.ops import Bits
 
-Weight = Callable[[str, Bits], Bits]
-
 
 def right(world: World, s: Drawn) -> Logprobs:
     """What a sound side reports."""
