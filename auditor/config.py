@@ -121,7 +121,7 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_written_as_meant(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """`recompute_workers: yes` is no number, though Python takes it for 1."""
+        """`recompute_workers: true` is no number, though Python takes it for 1."""
         for name, value in settings.items():
             if isinstance(value, bool) and cls.model_fields[name].annotation is not bool:
                 raise ValueError(f"{name}: a value is expected, not {str(value).lower()}")

@@ -26,21 +26,13 @@ _COUNT, _MANY, _MIB, _SECONDS = 2**31 - 1, 1_000_000, 2**24, 7 * 86_400
 _RUN_NAME: Final = "([A-Za-z0-9][A-Za-z0-9._-]{0,63})?"
 
 
-def _no_boolean(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise PydanticCustomError("no_boolean", "input should be a number, not a boolean")
-    return value
-
-
 def _pair(value: Any) -> Any:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise PydanticCustomError("pair", "input should be two numbers, such as [0.9, 0.99]")
     return value
 
 
-# Not strict: YAML reads 1e-6 (no dot) as a string.
-Real = Annotated[float, Field(strict=False), BeforeValidator(_no_boolean)]
-Decay = Annotated[Real, Field(ge=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -121,7 +113,7 @@ class Rollout(Section):
     """The engine that samples: vLLM."""
 
     tp_size: int = Field(default=1, ge=1, le=1024, description="tensor-parallel ranks")
-    temperature: Real = Field(
+    temperature: float = Field(
         default=1.0,
         ge=MIN_TEMPERATURE,
         le=1000,
@@ -138,18 +130,18 @@ class Trainer(Section):
     """The engine that learns: Megatron-core, GRPO with PPO's clip and a token-level mean, AdamW with fp32 masters."""
 
     tp_size: int = Field(default=1, ge=1, le=1024, description="tensor-parallel ranks, one process each")
-    learning_rate: Real = Field(default=1e-5, ge=0, le=1, description="of AdamW; 0 changes nothing, for audits")
+    learning_rate: float = Field(default=1e-5, ge=0, le=1, description="of AdamW; 0 changes nothing, for audits")
     warmup_updates: int = Field(default=0, ge=0, le=_COUNT, description="updates over which the rate rises from 0")
     decay_updates: int = Field(
         default=0, ge=0, le=_COUNT, description="updates over which it then falls to 0; 0: it stays"
     )
-    weight_decay: Real = Field(default=0.0, ge=0, le=100, description="of AdamW")
+    weight_decay: float = Field(default=0.0, ge=0, le=100, description="of AdamW")
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(_pair)] = Field(
         default=(0.9, 0.99), strict=False, description="of AdamW, each from 0 to below 1"
     )
-    clip_low: Real = Field(default=0.2, gt=0, lt=1, description="PPO: the ratio is clipped below at 1 - clip_low")
-    clip_high: Real = Field(default=0.2, gt=0, le=1000, description="PPO: the ratio is clipped above at 1 + clip_high")
-    max_grad_norm: Real = Field(default=1.0, gt=0, le=1e9, description="gradients are scaled down to this L2 norm")
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="PPO: the ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(default=0.2, gt=0, le=1000, description="PPO: the ratio is clipped above at 1 + clip_high")
+    max_grad_norm: float = Field(default=1.0, gt=0, le=1e9, description="gradients are scaled down to this L2 norm")
     updates_per_step: int = Field(default=1, ge=1, le=1000, description="optimizer steps on each batch")
     micro_batch_tokens: int = Field(
         default=1024, ge=16, le=_COUNT, description="tokens in one forward and backward; changes no bit under fma32"
@@ -173,7 +165,7 @@ class Auditor(Section):
 
     grpc: str = Field(default="", description="address (host:port) of a running auditor; empty: start one")
     http: str = Field(default="", description="base URL of its API; needed with grpc")
-    recompute_rate: Real = Field(
+    recompute_rate: float = Field(
         default=0.25, ge=0, le=1, description="share of samples that the own auditor recomputes"
     )
     grpc_port: int = Field(default=0, ge=0, le=65535, description="of the own auditor; 0: any free port")
@@ -181,7 +173,7 @@ class Auditor(Section):
     queue_size: int = Field(
         default=4096, ge=1, le=_MANY, description="records that wait in memory before they go to the spool on disk"
     )
-    settle_seconds: Real = Field(
+    settle_seconds: float = Field(
         default=120.0, ge=0, le=_SECONDS, description="at the end: how long to wait for verdicts"
     )
     restart: bool = Field(default=True, description="start the own auditor again, on the same ledger, when it dies")
@@ -197,7 +189,7 @@ class Ray(Section):
     address: str = Field(
         default="", description="of a running cluster; empty: start a local one (or join the job's own)"
     )
-    wait_seconds: Real = Field(
+    wait_seconds: float = Field(
         default=120.0, ge=0, le=_SECONDS, description="how long to wait for free CPUs in a cluster that is busy"
     )
     object_store_mb: int = Field(default=100, ge=76, le=_MIB, description="of a local cluster, MiB")

@@ -81,7 +81,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="keys of the config file and of --set, with their defaults:\n" + describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML; deploy/configs/ has some to start from")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML 1.2; deploy/configs/ has some to start from")
     parser.add_argument("--numerics", choices=("strict", "native"), help="short for --set numerics.mode=…")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. --set run.steps=10")
     parser.add_argument("--resume", metavar="RUN", help="go on with a run (its folder, its id, or `latest`)")

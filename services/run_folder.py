@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from pydantic import Field
 
 from services.config import Config, load_config
@@ -27,6 +26,7 @@ from services.errors import CheckpointError, ConfigError
 from services.redo import UnderWay
 from services.step_log import StepLog
 from services.stored import Stored
+from services.yaml_tree import write_yaml
 
 _NAMES = 100
 _STATE = "state.json"
@@ -111,7 +111,7 @@ class RunFolder:
             steps = max(config.run.steps, load_config(self.config_file).run.steps)
             config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
         tree = with_absolute_paths(config).model_dump(mode="json")
-        replace_text(self.config_file, yaml.safe_dump(tree, sort_keys=False))
+        replace_text(self.config_file, write_yaml(tree))
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ COPY auditor auditor
 # --no-deps for what would bring another torch. The versions of torch and vLLM before and after must be the same.
 RUN pip freeze | grep -iE '^(torch|triton|vllm)[ =@]' > /tmp/before \
     && pip install --no-cache-dir "ray[default]==${RAY_VERSION}" "grpcio>=1.85.1" "protobuf>=7.35.1" "rich>=14" \
-       "matplotlib>=3.10" "prometheus-client>=0.26" "fastapi>=0.136,<0.137" "uvicorn>=0.50" "PyYAML>=6" \
+       "matplotlib>=3.10" "prometheus-client>=0.26" "fastapi>=0.136,<0.137" "uvicorn>=0.50" "ruamel.yaml>=0.19" \
     && pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_VERSION}" . \
     && pip freeze | grep -iE '^(torch|triton|vllm)[ =@]' | diff /tmp/before - \
     && rm -rf /opt/rl-kernel /tmp/before
