@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 
-from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
 
 from auditor.capsule import freeze, to_bytes
 from auditor.errors import LedgerError
 from auditor.export import views
 from auditor.export.access import NAME, Covered, RunId, add_access, granted
+from auditor.export.heads import HeadAsGet
 from auditor.export.metrics import Metrics
 from auditor.export.page_files import add_page
-from auditor.export.problems import add_problems, responses
+from auditor.export.problems import add_problems, known_query, responses
 from auditor.grants import Grants
 from auditor.judge import Verdict
 from auditor.rates import Rate
@@ -52,33 +53,36 @@ class Facts:
 
 def make_api(reader: Reader, metrics: Metrics, grants: Grants, reads: Rate, facts: Facts) -> FastAPI:
     """The application. reads: how many requests a second one caller has."""
-    app = FastAPI(title="auditor", version=facts.version, redoc_url=None)
+    app = FastAPI(title="auditor", version=facts.version, docs_url=None, redoc_url=None)
     add_problems(app, lambda code: metrics.count_error("http", code))
     add_access(app, grants, reads)
-    _add_runs(app, reader)
-    _add_curve(app, reader)
-    _add_samples(app, reader)
-    _add_capsules(app, reader)
+    app.add_middleware(HeadAsGet)
+    api = APIRouter(prefix="/api/v1", responses=_ERRORS, dependencies=[Depends(known_query)])
+    _add_runs(api, reader)
+    _add_curve(api, reader)
+    _add_samples(api, reader)
+    _add_capsules(api, reader)
+    app.include_router(api)
     _add_health(app, metrics, facts)
     add_page(app)
     _name_problems(app)
     return app
 
 
-def _add_runs(app: FastAPI, reader: Reader) -> None:
-    @app.get("/api/v1/runs", responses=_ERRORS)
+def _add_runs(api: APIRouter, reader: Reader) -> None:
+    @api.get("/runs")
     def runs(request: Request, limit: Annotated[int, Query(ge=1, le=_RUNS_READ)] = 100) -> views.Runs:
         """The runs that the token is for, the last active first."""
         grant = granted(request)
         rows = reader.runs(limit if grant.covers_all else _RUNS_READ)
         return views.Runs(runs=[views.run_view(row) for row in rows if grant.covers(row.run_id)][:limit])
 
-    @app.get("/api/v1/runs/{run_id}", responses=_ERRORS, dependencies=[Covered])
+    @api.get("/runs/{run_id}", dependencies=[Covered])
     def run(run_id: RunId) -> views.Run:
         """One run."""
         return views.run_view(reader.run(run_id))
 
-    @app.get("/api/v1/runs/{run_id}/steps", responses=_ERRORS, dependencies=[Covered])
+    @api.get("/runs/{run_id}/steps", dependencies=[Covered])
     def steps(
         run_id: RunId,
         first: Annotated[int, Query(ge=0, le=_MAX_STEP)] = 0,
@@ -91,14 +95,14 @@ def _add_runs(app: FastAPI, reader: Reader) -> None:
         following = rows[-1].step + 1 if len(rows) == limit else None
         return views.Steps(steps=[views.step_view(row) for row in rows], next=following)
 
-    @app.get("/api/v1/runs/{run_id}/steps/{step}", responses=_ERRORS, dependencies=[Covered])
+    @api.get("/runs/{run_id}/steps/{step}", dependencies=[Covered])
     def step(run_id: RunId, step: StepNumber) -> views.Step:
         """One step: counts, verdicts, conditions, causes, statistics."""
         return views.step_view(reader.step(run_id, step))
 
 
-def _add_curve(app: FastAPI, reader: Reader) -> None:
-    @app.get("/api/v1/runs/{run_id}/curve", responses=_ERRORS, dependencies=[Covered])
+def _add_curve(api: APIRouter, reader: Reader) -> None:
+    @api.get("/runs/{run_id}/curve", dependencies=[Covered])
     def curve(
         run_id: RunId,
         first: Annotated[int, Query(ge=0, le=_MAX_STEP)] = 0,
@@ -111,8 +115,8 @@ def _add_curve(app: FastAPI, reader: Reader) -> None:
         )
 
 
-def _add_samples(app: FastAPI, reader: Reader) -> None:
-    @app.get("/api/v1/runs/{run_id}/steps/{step}/samples", responses=_ERRORS, dependencies=[Covered])
+def _add_samples(api: APIRouter, reader: Reader) -> None:
+    @api.get("/runs/{run_id}/steps/{step}/samples", dependencies=[Covered])
     def samples(
         run_id: RunId,
         step: StepNumber,
@@ -125,7 +129,7 @@ def _add_samples(app: FastAPI, reader: Reader) -> None:
         following = rows[-1].key.sample_id if len(rows) == limit else None
         return views.Samples(samples=[views.sample_view(row) for row in rows], next=following)
 
-    @app.get("/api/v1/runs/{run_id}/samples/{step}/{sample_id}", responses=_ERRORS, dependencies=[Covered])
+    @api.get("/runs/{run_id}/samples/{step}/{sample_id}", dependencies=[Covered])
     def sample(run_id: RunId, step: StepNumber, sample_id: RunId) -> views.SampleDetail:
         """One sample: judgement, tokens, both sides' log-probabilities and bits."""
         key = SampleKey(run_id, step, sample_id)
@@ -135,13 +139,10 @@ def _add_samples(app: FastAPI, reader: Reader) -> None:
         )
 
 
-def _add_capsules(app: FastAPI, reader: Reader) -> None:
-    frozen: dict[int | str, dict[str, Any]] = {
-        200: {"description": "A capsule.", "content": {"application/zip": {}}},
-        **_ERRORS,
-    }
+def _add_capsules(api: APIRouter, reader: Reader) -> None:
+    frozen: dict[int | str, dict[str, Any]] = {200: {"description": "A capsule.", "content": {"application/zip": {}}}}
 
-    @app.get("/api/v1/runs/{run_id}/capsules", responses=_ERRORS, dependencies=[Covered])
+    @api.get("/runs/{run_id}/capsules", dependencies=[Covered])
     def capsules(
         run_id: RunId, after: Cursor = "", limit: Annotated[int, Query(ge=1, le=1000)] = 100
     ) -> views.Capsules:
@@ -154,9 +155,9 @@ def _add_capsules(app: FastAPI, reader: Reader) -> None:
         )
 
     # A sample of any verdict can be frozen; the second name is the one that a list of samples leads to.
-    @app.get("/api/v1/runs/{run_id}/capsules/{step}/{sample_id}", responses=frozen, dependencies=[Covered],
+    @api.get("/runs/{run_id}/capsules/{step}/{sample_id}", responses=frozen, dependencies=[Covered],
              response_class=Response)  # fmt: skip
-    @app.get("/api/v1/runs/{run_id}/samples/{step}/{sample_id}/capsule", responses=frozen, dependencies=[Covered],
+    @api.get("/runs/{run_id}/samples/{step}/{sample_id}/capsule", responses=frozen, dependencies=[Covered],
              response_class=Response)  # fmt: skip
     def capsule(run_id: RunId, step: StepNumber, sample_id: RunId) -> Response:
         """One sample frozen in a file, for `python -m auditor.replay`."""

@@ -1,6 +1,8 @@
 """Errors over HTTP: RFC 9457 problem documents, each with a stable code, each counted."""
 
+import difflib
 import logging
+from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
@@ -31,6 +33,18 @@ def responses(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
     return {int(s): {"description": s.phrase, "content": {_TYPE: {"schema": schema}}} for s in statuses}
 
 
+def known_query(request: Request) -> None:
+    """Refuse a parameter that the route does not have, or that is there twice: a filter must not be left out unseen."""
+    known = [parameter.alias for parameter in request.scope["route"].dependant.query_params]
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)
+            said = f"no such parameter; the nearest is {near[0]!r}" if near else "this route has no parameters"
+            raise RequestValidationError([{"loc": ("query", name), "msg": said}])
+        if count > 1:
+            raise RequestValidationError([{"loc": ("query", name), "msg": "given more than once"}])
+
+
 def add_problems(app: FastAPI, on_error: Callable[[str], None]) -> None:
     """Answer every error with a problem document. on_error: told the code."""
     app.state.on_error = on_error
@@ -57,6 +71,8 @@ def add_problems(app: FastAPI, on_error: Callable[[str], None]) -> None:
         assert isinstance(error, HTTPException)
         answer = _problem(request, HTTPStatus(error.status_code), "http", str(error.detail))
         answer.headers.update(error.headers or {})
+        if answer.headers.get("Allow") == "GET":
+            answer.headers["Allow"] = "GET, HEAD"
         return answer
 
 

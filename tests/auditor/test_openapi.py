@@ -1,5 +1,7 @@
 """The read API against its own OpenAPI: what the schema allows is answered as the schema says, never by a 500."""
 
+import http.client
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,3 +81,39 @@ def test_every_route_is_in_the_schema_with_its_errors(api: Any) -> None:
         for status, answer in answers.items():
             if status != "200":
                 assert list(answer["content"]) == ["application/problem+json"], (path, status)
+
+
+def test_a_head_is_a_get_without_its_body(auditor: AuditorProcess) -> None:
+    connection = http.client.HTTPConnection(auditor.http, timeout=10)
+    kept = "content-type", "content-length", "content-security-policy"
+    there = [path.format(run_id="run", step=0, sample_id="0") for path in PATHS]
+    for path in ("/", "/page/main.js", *there, "/openapi.json", "/api/v1/runs/none", "/nowhere"):
+        heads = []
+        for method in ("HEAD", "GET"):
+            connection.request(method, path)
+            answer = connection.getresponse()
+            body = answer.read()
+            assert bool(body) == (method == "GET"), path
+            heads.append((answer.status, *(answer.headers[name] for name in kept if path != "/metrics")))
+        assert heads[0] == heads[1], path
+    connection.request("POST", "/api/v1/runs")
+    answer = connection.getresponse()
+    assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("runs/run/steps/1/samples?verdit=mismatch", "query.verdit: no such parameter; the nearest is 'verdict'"),
+        ("runs/run/steps/1/samples?Verdict=mismatch", "query.Verdict: no such parameter; the nearest is 'verdict'"),
+        ("runs/run/steps?mismatched=true", "query.mismatched: no such parameter; the nearest is 'mismatching'"),
+        ("runs/run/steps?mismatching=false&mismatching=true", "query.mismatching: given more than once"),
+        ("runs/run?step=1", "query.step: this route has no parameters"),
+    ],
+)
+def test_a_filter_that_is_misspelt_is_refused_and_not_left_out(auditor: AuditorProcess, asked: str, says: str) -> None:
+    connection = http.client.HTTPConnection(auditor.http, timeout=10)
+    connection.request("GET", f"/api/v1/{asked}")
+    answer = connection.getresponse()
+    problem = json.loads(answer.read())
+    assert (answer.status, problem["code"], problem["detail"]) == (422, "invalid_request", says)

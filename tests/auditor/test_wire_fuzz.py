@@ -31,7 +31,7 @@ SERVICE = "/audit.v1.AuditService"
 HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 PROTOCOL = (REPOSITORY / "docs" / "audit-protocol.md").read_text()
 PATHS = (
-    "/", "/metrics", "/readyz", "/version", "/docs", "/openapi.json", "/api/v1/runs", "/api/v1/runs/run",
+    "/", "/metrics", "/readyz", "/version", "/openapi.json", "/api/v1/runs", "/api/v1/runs/run",
     "/api/v1/runs/run/steps?first=0&last=9&limit=3", "/api/v1/runs/run/steps/0", "/api/v1/runs/run/curve?points=7",
     "/api/v1/runs/run/steps/0/samples?after=0&limit=2&verdict=match", "/api/v1/runs/run/samples/0/0",
     "/api/v1/runs/run/capsules?after=0/0", "/api/v1/runs/run/capsules/0/0", "/api/v1/runs/run/samples/0/0/capsule",
