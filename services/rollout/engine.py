@@ -222,7 +222,7 @@ class RolloutEngine:
 
 
 def _start(model: Path, options: EngineOptions, device: str) -> Any:
-    separate = options.own_process or options.tp_size > 1
+    separate = options.tp_size > 1
     environment = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0"}
     environment |= _CPU_ENVIRONMENT if device == "cpu" else _GPU_ENVIRONMENT
     if separate and device == "cpu":
@@ -249,7 +249,7 @@ def _start(model: Path, options: EngineOptions, device: str) -> Any:
             use_tqdm_on_load=False,
             generation_config="vllm",
             tensor_parallel_size=options.tp_size,
-            distributed_executor_backend="mp" if options.tp_size > 1 else None,
+            distributed_executor_backend="mp" if separate else None,
             kv_cache_memory_bytes=options.kv_cache_mb * 2**20,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,

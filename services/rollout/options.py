@@ -15,9 +15,9 @@ from services.config import Config, Numerics
 class EngineOptions:
     """How vLLM is run.
 
-    threads: CPU threads of each tensor-parallel rank. own_process: let vLLM start a process for itself; with
-    tp_size > 1 it always does. max_num_batched_tokens: of one step; a longer prompt is prefilled in chunks.
-    block_size: tokens of a KV-cache block. kv_cache_mb: memory for keys and values of each rank, MiB.
+    threads: CPU threads of each tensor-parallel rank; with several, vLLM starts processes for itself and for each.
+    max_num_batched_tokens: of one step; a longer prompt is prefilled in chunks. block_size: tokens of a KV-cache
+    block. kv_cache_mb: memory for keys and values of each rank, MiB.
     """
 
     engine_id: str = "rollout-0"
@@ -26,7 +26,6 @@ class EngineOptions:
     segments: int = 1
     tp_size: int = 1
     threads: int = 1
-    own_process: bool = False
     max_model_len: int = 256
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048

@@ -30,8 +30,8 @@ def register() -> None:
 
     if QUANTIZATION not in QUANTIZATION_METHODS:
         register_quantization_config(QUANTIZATION)(StrictConfig)
-    # An interpreter that ends collects all that was ever imported: four seconds, where vLLM kills after five.
-    atexit.register(gc.freeze)
+        # An interpreter that ends collects all that was ever imported: four seconds, where vLLM kills after five.
+        atexit.register(gc.freeze)
 
 
 def require_plugin() -> None:

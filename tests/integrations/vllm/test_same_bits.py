@@ -1,7 +1,6 @@
 """Strict vLLM gives one sequence the same bits whatever runs beside it and however it is cut; native vLLM does not."""
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -97,25 +96,6 @@ def test_one_and_two_threads_give_the_same_bits(make_engine, models):
 
 def _threads(worker):
     return torch.get_num_threads()
-
-
-@pytest.mark.slow
-def test_an_engine_process_gives_the_bits_of_an_engine_in_this_process(make_engine, models):
-    asked = prompts(7)
-    here = run(make_engine(models["llama-tied"]), asked)
-    before = set(psutil.Process().children())
-    engine = make_engine(models["llama-tied"], own_process=True)
-    assert any("EngineCore" in process.name() for process in set(psutil.Process().children()) - before)
-    assert run(engine, asked) == here
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3-tied"])
-def test_two_tensor_parallel_ranks_give_the_bits_of_one(make_engine, models, name):
-    asked = prompts(7)
-    one = run(make_engine(models[name], segments=2), asked)
-    assert run(make_engine(models[name], segments=2, tp_size=2), asked) == one
-    assert [logprobs for _, logprobs in one] == reference_bits(models[name], asked, one, segments=2)
 
 
 def test_native_vllm_changes_bits_with_the_batch(make_engine, models):
