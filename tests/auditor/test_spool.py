@@ -82,11 +82,12 @@ def test_files_of_others_and_files_that_cannot_be_read_hold_up_nothing(tmp_path:
     for foreign in ("foo.batch", "a-b.batch", ".batch", "1-2-3-x.batch"):
         (tmp_path / foreign).write_bytes(b"theirs")
     (tmp_path / "00000000000000000001-1-0-7.batch").mkdir()
-    with server() as address, AuditClient(address, "run", spool_dir=tmp_path) as client:
+    with server() as address:
+        client = AuditClient(address, "run", spool_dir=tmp_path)
         assert Spool(tmp_path, 1 << 30).put(payload(3), 6)
         for record in pair("9"):
             (client.submit_rollout if record.side == "rollout" else client.submit_trainer)(record)  # type: ignore[arg-type]
-        counts = client.flush(2)
+        counts = client.close(2)
     assert (counts.accepted, counts.dropped, counts.spooled) == (8, 0, 7)
     assert (tmp_path / "foo.batch").read_bytes() == b"theirs"
 
