@@ -4,13 +4,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from auditor.client import Counts
-from rl_kernel.contract import ModelContract
 from rl_kernel.contracts import model_contract
 from rl_kernel.ops import device_of
 from services.alert import mismatch_alert
@@ -20,9 +19,11 @@ from services.cluster import Place, RolloutHandle, TrainerHandle, ray_cluster
 from services.config import Config
 from services.ending import conclude, give_account, shown
 from services.engines import RolloutEngine, TrainerEngine
+from services.lock import held
 from services.loop import Parts, StepResult, run_steps
 from services.memory import PeakMemory, Usage
 from services.metrics import JobMetrics
+from services.preflight import gpus
 from services.records import WeightVersion
 from services.redo import UnderWay, check_redone
 from services.referee import OwnAuditor, wait_until_ready
@@ -75,7 +76,7 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
     began = time.monotonic()
     task = make_task(config, model)
     folder = resume or RunFolder.create(config)
-    with folder.lock():
+    with folder.lock(), weights_lock(config, folder):
         start = resume.newest_checkpoint() if resume else None
         if start:
             check_redone(folder.under_way, _under_way(config, start.next_step), start.next_step)
@@ -170,7 +171,7 @@ def _open(
     report.waiting("starting Ray, vLLM and Megatron-core")
     ranks = config.trainer.tp_size
     contract = model_contract(config.numerics.profile, segments=config.numerics.segments)
-    rollout_gpus, rank_gpus = _gpus(config, contract)
+    rollout_gpus, rank_gpus = gpus(config, device_of(contract))
     stack.enter_context(ray_cluster(config.ray, 1 + ranks, rollout_gpus + ranks * rank_gpus))
     own, access = auditor
     target = AuditTarget(
@@ -292,19 +293,20 @@ def _sum(sides: list[Counts]) -> Counts:
     return Counts(*(sum(getattr(side, name) for side in sides) for name in Counts.__slots__))
 
 
-def _gpus(config: Config, contract: ModelContract) -> tuple[float, float]:
-    """GPUs of the rollout actor and of each trainer rank: none for a CPU's arithmetic; two single ones share a GPU."""
-    if device_of(contract) == "cpu":
-        return 0.0, 0.0
-    if config.rollout.tp_size == config.trainer.tp_size == 1:
-        return 0.5, 0.5
-    return float(config.rollout.tp_size), 1.0
-
-
 def weights_root(config: Config, folder: RunFolder) -> Path:
     """A folder of this run's own also where runs share a disk: each counts its versions from one."""
     shared = config.weights.directory
     return Path(shared).resolve() / folder.run_id if shared else folder.path / "weights"
+
+
+def weights_lock(config: Config, folder: RunFolder) -> AbstractContextManager[None]:
+    """Copies of a run have one id, and so one folder on a shared disk for weights; one of them at a time may use it."""
+    if not config.weights.directory:
+        return nullcontext()
+    root = weights_root(config, folder)
+    root.mkdir(parents=True, exist_ok=True)
+    advice = "; set weights.directory to another for a copy of that run"
+    return held(root / ".lock", f"weights.directory: {root}", folder.path, advice)
 
 
 def make_rollout(config: Config, model: Path) -> RolloutEngine:

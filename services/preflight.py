@@ -93,6 +93,25 @@ def _check_machine(config: Config, device: str) -> None:
     for what, need in needs:
         if need > there:
             raise ConfigError(f"{what} asks for {need} MiB, and this machine has {there}; use less")
+    if device != "cpu":
+        import torch  # noqa: PLC0415  no other job's driver has a use for it
+
+        rollout_gpus, rank_gpus = gpus(config, device)
+        asked, found = rollout_gpus + config.trainer.tp_size * rank_gpus, torch.cuda.device_count()
+        if asked > found:
+            raise ConfigError(
+                f"numerics.profile = {config.numerics.profile!r} is a GPU's, of which this job needs {asked:g} and "
+                f"this machine has {found}; numerics.profile = portable runs on any CPU"
+            )
+
+
+def gpus(config: Config, device: str) -> tuple[float, float]:
+    """GPUs of the rollout actor and of each trainer rank: none for a CPU's arithmetic; two single ones share a GPU."""
+    if device == "cpu":
+        return 0.0, 0.0
+    if config.rollout.tp_size == config.trainer.tp_size == 1:
+        return 0.5, 0.5
+    return float(config.rollout.tp_size), 1.0
 
 
 def _check_model(model: Path) -> DecoderConfig:

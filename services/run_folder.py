@@ -7,14 +7,12 @@ runs/latest -> <id>
 A folder may be moved, renamed or copied: the run keeps the id that it was started with, by which the auditor knows it.
 """
 
-import fcntl
 import os
 import re
 import shutil
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from pydantic import Field
 from services.config import Config, load_config
 from services.durable import naming, replace_text, sync, sync_folder
 from services.errors import CheckpointError, ConfigError
+from services.lock import held
 from services.redo import UnderWay
 from services.step_log import StepLog
 from services.stored import Stored
@@ -113,19 +112,9 @@ class RunFolder:
         tree = with_absolute_paths(config).model_dump(mode="json")
         replace_text(self.config_file, write_yaml(tree))
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the folder for this process; CheckpointError if another one does. A process that dies lets go of it."""
-        with (self.path / ".lock").open("a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise CheckpointError(f"run {self.run_id} is in use by pid {file.read().strip() or '?'}") from None
-            file.truncate(0)
-            file.write(f"{os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
-            yield
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold the folder for this process; CheckpointError if another one does."""
+        return held(self.path / ".lock", f"run {self.run_id}", self.path)
 
     @property
     def step_log(self) -> StepLog:

@@ -112,6 +112,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
             # Ray asks this interface; tests must not sample every ten seconds.
             "RAY_metrics_report_interval_ms": "1000",
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "CUDA_VISIBLE_DEVICES": "",
         }
         auditor = parts.enter_context(running_auditor(folder / "auditor-data"))
         targets = Path(short) / "ray" / "prom_metrics_service_discovery.json"
@@ -170,13 +171,14 @@ def test_every_panel_and_variable_of_the_jobs_dashboard_has_something_to_show_fo
 
 @pytest.mark.slow
 def test_a_job_that_fails_exits_with_an_error_and_its_reason_is_the_last_line(walk: Walk, tmp_path: Path) -> None:
-    """From a folder that is sent along, with the token in the environment."""
-    (tmp_path / "bad.yaml").write_text("run: {stepz: 3}\n")
+    """From a folder that is sent along, with the token in the environment. It is one for GPUs; the cluster has none."""
+    shutil.copyfile(walk.folder / "deploy/configs/demo.yaml", tmp_path / "bad.yaml")
     token = (Path(walk.environment["RAY_AUTH_TOKEN_PATH"])).read_text().strip()
     command = ["job", "submit", "--working-dir", str(tmp_path), "--", "python", "-m", "services.main"]
-    done = walk.ray(*command, "--config", "bad.yaml", RAY_AUTH_TOKEN=token, RAY_AUTH_TOKEN_PATH=str(tmp_path / "none"))
+    command += ["--config", "bad.yaml", "--set", "numerics.profile=sm90"]
+    done = walk.ray(*command, RAY_AUTH_TOKEN=token, RAY_AUTH_TOKEN_PATH=str(tmp_path / "none"))
     assert done.returncode != 0
-    assert "run.stepz" in done.stdout + done.stderr
+    assert "error: the Ray cluster has 0 GPUs and this job needs 1, since numerics.profile" in done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 
 import pytest
@@ -114,6 +115,17 @@ def test_a_run_in_use_is_left_alone_with_the_process_that_uses_it_named(resumabl
     assert error.count("\n") == 1
 
 
+def test_a_copy_of_a_run_in_use_leaves_the_weights_alone_that_both_would_write(resumable, tmp_path, capsys):
+    shared = f"weights.directory={tmp_path / 'weights'}"
+    copy = shutil.copytree(resumable.path, tmp_path / "copy")
+    with job.weights_lock(load_config(resumable.config_file, [shared]), resumable):
+        assert main(["--resume", str(copy), "--set", shared]) == 2
+    error, of_both = capsys.readouterr().err, tmp_path / "weights" / resumable.run_id
+    assert error.count("\n") == 1
+    assert error.startswith(f"error: weights.directory: {of_both} is in use by pid {os.getpid()} on ")
+    assert error.endswith(f" for {resumable.path}; set weights.directory to another for a copy of that run\n")
+
+
 def test_a_port_in_use_is_named(config_file, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -135,10 +147,18 @@ def test_a_ray_cluster_that_does_not_answer_is_named_at_once(config_file, capsys
     assert "nobody answers at the Ray cluster's address 127.0.0.1:1" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_job_for_gpus_does_not_wait_for_them_in_a_cluster_that_has_none(config_file, capsys):
-    assert main(["--config", str(config_file), "--set", "numerics.profile=sm90"]) == 2
-    assert "the Ray cluster has 0 GPUs and this job needs 1, since numerics.profile is" in capsys.readouterr().err
+@pytest.mark.parametrize(("tp_size", "needs"), [(1, 1), (2, 4)])
+def test_a_job_for_gpus_that_are_not_there_is_refused_before_it_has_a_folder(
+    config_file, tmp_path, capsys, monkeypatch, tp_size, needs
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: needs - 1)
+    ranks = ["numerics.segments=2", f"rollout.tp_size={tp_size}", f"trainer.tp_size={tp_size}"]
+    sets = [part for one in ("numerics.profile=sm90", *ranks) for part in ("--set", one)]
+    assert main(["--config", str(config_file), *sets]) == 2
+    said = f"of which this job needs {needs} and this machine has {needs - 1}; numerics.profile = portable runs on any"
+    assert said in capsys.readouterr().err
+    assert not list((tmp_path / "runs").glob("*-strict"))
 
 
 def test_a_run_that_did_not_begin_is_not_the_latest(config_file, tmp_path, capsys):

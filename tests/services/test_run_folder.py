@@ -142,7 +142,7 @@ def test_a_folder_is_held_by_one_process_and_is_free_when_that_one_is_killed(con
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     with folder.lock():
-        assert (folder.path / ".lock").read_text().startswith(f"{os.getpid()} on ")
+        assert (folder.path / ".lock").read_text().startswith(f"pid {os.getpid()} on ")
     with folder.lock():
         pass
 
