@@ -66,13 +66,17 @@ class DecoderConfig:
     @classmethod
     def read(cls, folder: Path) -> "DecoderConfig":
         """Read `folder`/config.json; ModelError names a missing key or a feature that has no contract."""
-        raw = read_json(folder / "config.json")
+        return cls.of(read_json(folder / "config.json"), f"{folder}/config.json")
+
+    @classmethod
+    def of(cls, raw: Raw, source: str) -> "DecoderConfig":
+        """As `read`, of what it has read already. source: what it is, as a message begins."""
         try:
             return cls._from_dict(raw)
         except KeyError as error:
-            raise ModelError(f"{folder}/config.json has no {error.args[0]!r}") from None
+            raise ModelError(f"{source} has no {error.args[0]!r}") from None
         except ModelError as error:
-            raise ModelError(f"{folder}/config.json: {error}") from None
+            raise ModelError(f"{source}: {error}") from None
 
     @classmethod
     def _from_dict(cls, raw: Raw) -> "DecoderConfig":

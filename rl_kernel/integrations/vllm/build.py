@@ -25,8 +25,10 @@ _MODES: Final = (CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE, Compil
 def check_engine(config: Any) -> None:
     """Raise PlanError for a vLLM feature that has no contract, ModelError for a model that has none."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
-    if (Path(model.model) / "config.json").exists():  # otherwise vLLM has fetched it from a hub, and knows its place
+    if (Path(model.model) / "config.json").exists():
         DecoderConfig.read(Path(model.model))
+    else:  # from a hub, as vLLM has read it, which fills in what is missing
+        DecoderConfig.of(model.hf_config.to_dict(), f"the config of {model.model}")
     for name, value, allowed in (
         ("compilation mode", config.compilation_config.mode, _MODES),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,)),

@@ -89,6 +89,28 @@ def test_a_plain_vllm_refuses_a_model_without_a_contract_too(tmp_path, monkeypat
         LLM(str(folder), **PLAIN, **engine_arguments())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({}, ""), ({"attention_bias": True}, "the config of org/tiny: attention_bias=True has no contract")],
+)
+def test_a_model_from_a_hub_is_held_to_the_config_that_vllm_has_read_of_it(tmp_path, change, message):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rl_kernel.integrations.vllm.build import check_engine
+
+    register()
+    folder = write_tiny_model(tmp_path / "model", LLAMA)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    config = EngineArgs(str(folder), **PLAIN, **engine_arguments()).create_engine_config()
+    config.model_config.model = "org/tiny"  # no folder of this machine
+    if not message:
+        check_engine(config)
+    else:
+        with pytest.raises(ModelError, match=message):
+            check_engine(config)
+
+
 def test_a_bad_request_is_that_requests_error_and_the_engine_goes_on(models, monkeypatch):
     """From the sampler the same refusal would end the engine, and in one process the next call would never return."""
     from vllm import LLM, SamplingParams
