@@ -9,14 +9,26 @@ from matplotlib.ticker import MaxNLocator
 
 
 def write_plot(
-    file: Path, title: str, steps: Sequence[int], mismatched_share: Sequence[float], max_abs: Sequence[float]
+    file: Path,
+    title: str,
+    steps: Sequence[int],
+    mismatched: Sequence[int],
+    compared: Sequence[int],
+    max_abs: Sequence[float],
 ) -> None:
-    """Write a PNG. mismatched_share: mismatched of all compared tokens, 0 to 1. max_abs: largest |Δlogp|."""
+    """Write a PNG. mismatched, compared: tokens of each step. max_abs: largest |Δlogp| of each step."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
     figure.suptitle(title, fontsize=11)
-    upper.bar(steps, [100 * share for share in mismatched_share], color="tab:red", width=0.6)
+    shares = [100 * differ / max(all_, 1) for differ, all_ in zip(mismatched, compared, strict=True)]
+    upper.bar(steps, shares, color="tab:red", width=0.6)
+    if not any(mismatched):
+        # Bars of no height look like a figure that nothing was drawn in.
+        said = f"0 of {sum(compared)} tokens differ" if any(compared) else "nothing was compared"
+        upper.text(
+            0.5, 0.5, said, transform=upper.transAxes, ha="center", va="center", fontsize=13, backgroundcolor="white"
+        )
     upper.set_ylabel("tokens that differ, %")
     upper.set_ylim(0, 100)
     lower.plot(steps, max_abs, "o-", color="tab:blue")

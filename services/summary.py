@@ -110,7 +110,8 @@ class Summary:
             folder / "plot.png",
             title,
             [step.step for step in self.steps],
-            [v.mismatched_tokens / max(v.compared_tokens, 1) for v in self.verdicts],
+            [v.mismatched_tokens for v in self.verdicts],
+            [v.compared_tokens for v in self.verdicts],
             [v.max_abs for v in self.verdicts],
         )
 

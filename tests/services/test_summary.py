@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.axes import Axes
 from rich.console import Console
 
 from auditor.client import Counts
@@ -59,6 +60,21 @@ def test_the_summary_has_the_promised_keys(tmp_path):
     assert found["reward_per_step"] == [0.25]
     assert found["seconds_by_phase"] == {"rollout": 1.0, "train": 2.0}
     assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("total", "said"),
+    [
+        (CLEAN, ["0 of 9 tokens differ"]),
+        (replace(CLEAN, mismatched_tokens=1), []),
+        (Verdicts(), ["nothing was compared"]),
+    ],
+)
+def test_a_plot_without_bars_says_why(tmp_path, monkeypatch, total, said):
+    drawn, text = [], Axes.text
+    monkeypatch.setattr(Axes, "text", lambda axes, x, y, s, **how: drawn.append(s) or text(axes, x, y, s, **how))
+    _summary(total).write(tmp_path)
+    assert drawn == said
 
 
 def test_a_clean_strict_run_has_no_fault():
