@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,7 @@ class Auditor:
             self._load,
             self._conclude,
             self._metrics.count_worker_end,
+            partial(self._count_fault, "causes"),
         )
         self._parts.callback(pool.close)
         return pool
@@ -216,11 +218,11 @@ class Auditor:
                 self._stopping.wait(_LEDGER_PAUSE_S)  # said again it changes nothing, where it was written after all
             except Exception:
                 log.exception("the reference's word on %s was not recorded; it is asked again at the next start", key)
-                return self._count_fault()
+                return self._count_fault("judge")
         return None
 
-    def _count_fault(self) -> None:
-        self._metrics.count_error("judge", AuditorError.code)
+    def _count_fault(self, part: str) -> None:
+        self._metrics.count_error(part, AuditorError.code)
 
     def _start_http(self, api: Any, address: str, tls: TlsFiles | None) -> str:
         """Serve in a thread; returns the bound host:port."""

@@ -85,7 +85,7 @@ class Pipeline:
     policy: which agreeing samples to recompute. recompute: hands a sample to the reference, the urgent ones first;
     None where there is no reference, and mismatches stay without a side. room: whether one more sample, urgent or not,
     may wait for the reference beside so many that the same transaction has handed over already. on_fault: told of each
-    sample that could not be judged.
+    sample that could not be judged (`judge`), or whose causes could not be looked for (`causes`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Pipeline:
         observer: Observer,
         recompute: Callable[[SampleKey, bool], None] | None,
         room: Callable[[bool, int], bool] = lambda urgent, asked: True,
-        on_fault: Callable[[], None] = lambda: None,
+        on_fault: Callable[[str], None] = lambda part: None,
     ) -> None:
         self._contracts = contracts
         self._policy = policy
@@ -123,7 +123,7 @@ class Pipeline:
         rollout, trainer = self._pair(unit, key)
         if isinstance(outcome, RecomputeError):
             after = replace(
-                _with_causes(before, rollout, trainer),
+                self._with_causes(unit, before, rollout, trainer),
                 reference=Reference.FAILED,
                 reference_error=f"{outcome.code}: {outcome}",
             )
@@ -182,7 +182,7 @@ class Pipeline:
         except Exception as error:
             # The record is sound and stays; that the auditor could not judge it must be visible, not refused.
             log.exception("sample %s could not be judged", record.key)
-            unit.after_commit.append(self._on_fault)
+            unit.after_commit.append(partial(self._on_fault, "judge"))
             return PairJudgement(Judgement(Verdict.ERROR, reference_error=f"internal: {error!r}"), None)
         return self._count_pair(unit, rollout, trainer, pair)
 
@@ -196,9 +196,26 @@ class Pipeline:
         _count_tokens(unit, key.run_id, judgement, comparison)
         judgement = self._hand_over(unit, judgement, rollout)
         if judgement.reference is not Reference.QUEUED:
-            judgement = _with_causes(judgement, rollout, trainer)
+            judgement = self._with_causes(unit, judgement, rollout, trainer)
         self._count_final(unit, key, judgement)
         return PairJudgement(judgement, comparison)
+
+    def _with_causes(
+        self, unit: Unit, judgement: Judgement, rollout: RolloutRecord, trainer: TrainerRecord
+    ) -> Judgement:
+        """Causes read off the two sides alone, for a mismatch on which the reference has no say."""
+        if judgement.verdict is not Verdict.MISMATCH:
+            return judgement
+        try:
+            with np.errstate(all="ignore"):  # what a broken side reports may overflow anything
+                causes = diagnose_pair(rollout, trainer)
+        except Exception:
+            # The records are sound: their batch must not fail for a guess, nor be sent again for ever.
+            log.exception("causes of %s were not found", rollout.key)
+            unit.after_commit.append(partial(self._on_fault, "causes"))
+            return replace(judgement, cause="undiagnosed")
+        first = causes[0].cause if causes else "unknown"
+        return replace(judgement, cause=first, causes=tuple(cause.to_json() for cause in causes))
 
     def _hand_over(self, unit: Unit, judgement: Judgement, rollout: RolloutRecord) -> Judgement:
         """Ask the reference about a mismatch or a sample that the policy chose, where there is room for it to wait."""
@@ -270,21 +287,6 @@ def _tell_side(observer: Observer, run_id: str, side: Side, step: int, at: float
 
 def _candidate(rollout: RolloutRecord) -> Candidate:
     return Candidate(rollout.key, rollout.engine_id, rollout.response_len)
-
-
-def _with_causes(judgement: Judgement, rollout: RolloutRecord, trainer: TrainerRecord) -> Judgement:
-    """Causes read off the two sides alone, for a mismatch on which the reference has no say."""
-    if judgement.verdict is not Verdict.MISMATCH:
-        return judgement
-    try:
-        with np.errstate(all="ignore"):  # what a broken side reports may overflow anything
-            causes = diagnose_pair(rollout, trainer)
-    except Exception:
-        # The records are sound: their batch must not fail for a guess, nor be sent again for ever.
-        log.exception("causes of %s were not found", rollout.key)
-        return replace(judgement, cause="undiagnosed")
-    first = causes[0].cause if causes else "unknown"
-    return replace(judgement, cause=first, causes=tuple(cause.to_json() for cause in causes))
 
 
 def _ordered(one: Record, other: Record) -> tuple[RolloutRecord, TrainerRecord]:

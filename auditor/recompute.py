@@ -70,6 +70,7 @@ class RecomputePool:
     load: fetches a sample's two records from the ledger, so that what waits costs a key and no arrays.
     conclude: is told the outcome and the seconds that it took; called from the pool's threads, which wait for it.
     on_end: told of each worker that did not end by itself, or that was killed.
+    on_fault: told of each search for causes that failed.
     """
 
     def __init__(
@@ -83,12 +84,13 @@ class RecomputePool:
         load: Load,
         conclude: Conclude,
         on_end: Callable[[WorkerEnd], None],
+        on_fault: Callable[[], None],
     ) -> None:
         self._hire, self._weights = hire, weights
         self._queue = queue
         self._diagnosis, self._patience = diagnosis, patience
         self._diagnosed: Counter[tuple[str, int]] = Counter()
-        self._load, self._conclude, self._on_end = load, conclude, on_end
+        self._load, self._conclude, self._on_end, self._on_fault = load, conclude, on_end, on_fault
         self._changed = threading.Lock()
         # Hired here, so that a pool that cannot be had fails the start and not the first mismatch.
         self._spare: Worker | None = hire(weights)
@@ -184,6 +186,8 @@ class RecomputePool:
         reference = _reference(*answer)
         if reference.causes:
             self._count_diagnosed(key)
+        if diagnose and reference.causes is None:
+            self._on_fault()
         return reference
 
     def _count_diagnosed(self, key: SampleKey) -> None:

@@ -133,7 +133,7 @@ class Metrics:
         )
 
     def count_error(self, part: str, code: str) -> None:
-        """Count a failure. part: grpc, http, judge, retention or upkeep."""
+        """Count a failure. part: grpc, http, judge, causes, retention or upkeep."""
         self._errors.labels(part, code).inc()
 
     def count_left(self, reason: str, runs: int) -> None:

@@ -67,6 +67,23 @@ def test_a_sample_that_cannot_be_judged_is_stored_with_the_verdict_error_and_is_
         auditor.close()
 
 
+def test_a_search_that_fails_is_counted_as_a_fault_of_the_auditors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "diagnose_pair", _fails)
+    auditor = Auditor(Config(grpc="127.0.0.1:0", http="127.0.0.1:0", ledger=str(tmp_path / "ledger.db")))
+    try:
+        with AuditClient(auditor.addresses["grpc"], "run", spool_dir=tmp_path / "spool") as client:
+            rollout, trainer = pair()
+            client.submit_rollout(rollout)
+            client.submit_trainer(one_ulp_off(trainer))
+            assert client.flush(10).accepted == 2
+        with urllib.request.urlopen(f"http://{auditor.addresses['http']}/metrics", timeout=10) as answer:
+            assert 'auditor_errors_total{code="internal",part="causes"} 1.0' in answer.read().decode()
+    finally:
+        auditor.close()
+
+
 def test_the_reference_answers_all_the_same(weights_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute_worker, "diagnose_sample", _fails)
     rollout, trainer = true_pair(weights_root, "a")

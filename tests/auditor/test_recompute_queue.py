@@ -98,10 +98,16 @@ class Reference:
     def stop(self) -> None: ...
 
 
-def outcomes(words: list[str], retry_s: float, root: Path, away: int = 0) -> list[str]:
-    """What is concluded of one sample by workers that say these words. away: hirings that fail after the first."""
+def outcomes(
+    words: list[str], retry_s: float, root: Path, away: int = 0, per_step: int = 0, faults: list[str] | None = None
+) -> list[str]:
+    """What is concluded of one sample by workers that say these words. away: hirings that fail after the first.
+
+    per_step: samples whose causes are looked for. faults: is told of searches that failed.
+    """
     said, concluded, hired = iter(words), threading.Event(), iter([True] + [False] * away + [True] * 9)
     found: list[str] = []
+    told = [] if faults is None else faults
 
     def hire(weights: WeightsPlace) -> Reference:
         if not next(hired):
@@ -114,8 +120,8 @@ def outcomes(words: list[str], retry_s: float, root: Path, away: int = 0) -> lis
 
     queue = RecomputeQueue(10)
     pool = RecomputePool(
-        WeightsPlace(str(root)), hire, 1, queue, Diagnosis(0, 1.0), Patience(60.0, retry_s),
-        lambda _: true_pair(root, "a"), conclude, lambda why: None,
+        WeightsPlace(str(root)), hire, 1, queue, Diagnosis(per_step, 1.0), Patience(60.0, retry_s),
+        lambda _: true_pair(root, "a"), conclude, lambda why: None, lambda: told.append("causes"),
     )  # fmt: skip
     queue.put(key(0), False)
     try:
@@ -129,6 +135,15 @@ def test_a_store_that_does_not_answer_is_asked_again_until_it_does_or_time_is_up
     assert outcomes(["weights_unreachable", "weights_unreachable", "ok"], 60.0, weights_root) == ["ok"]
     assert outcomes(["weights_unreachable"] * 9, 0.5, weights_root) == ["weights_unreachable"]
     assert outcomes(["weights_missing", "ok"], 60.0, weights_root) == ["weights_missing"]
+
+
+@pytest.mark.parametrize(("per_step", "counted"), [(1, ["causes"]), (0, [])])
+def test_a_search_for_causes_that_fails_is_counted_and_one_that_nobody_asked_for_is_not(
+    weights_root: Path, per_step: int, counted: list[str]
+) -> None:
+    faults: list[str] = []
+    assert outcomes(["ok"], 60.0, weights_root, per_step=per_step, faults=faults) == ["ok"]
+    assert faults == counted
 
 
 def test_while_nobody_can_be_hired_a_sample_waits(weights_root: Path) -> None:
