@@ -3,11 +3,22 @@
 A skip whose reason says `… is missing` is about this machine; what a test cannot have anywhere gives another reason.
 """
 
+import atexit
+import gc
 import os
 from collections.abc import Generator
 from typing import Any
 
 import pytest
+
+# What is imported is no garbage: while it is, and where the interpreter ends, nobody looks for any.
+gc.disable()
+atexit.register(gc.freeze)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
