@@ -6,6 +6,7 @@ tokens' logprobs to the bit. After every later call it looks at the model and th
 that fails. What a class's own code was changed to compute between two counted calls is for the auditor to find.
 """
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -231,6 +232,7 @@ def _start(model: Path, options: EngineOptions, device: str) -> Any:
     with _variables(environment):
         from vllm import LLM, envs  # noqa: PLC0415 (reads the environment)
 
+        gc.freeze()  # what was imported: vLLM collects four times while it starts
         envs.disable_envs_cache()  # an engine that was built here before has frozen what vLLM sees of it
         if options.numerics == "strict":
             strict_vllm.register()
