@@ -9,7 +9,7 @@ import grpc
 
 from auditor.errors import ConfigError
 
-_LOOK_S = 5.0
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class Renewal:
     A thread makes a new one when the files change; while they do not fit together the one before stays in force.
     """
 
-    def __init__(self, files: TlsFiles, context: ssl.SSLContext, look_s: float = _LOOK_S) -> None:
-        self._files, self._current, self._look_s = files, context, look_s
+    def __init__(self, files: TlsFiles, context: ssl.SSLContext) -> None:
+        self._files, self._current = files, context
         # Called at every handshake, also where the client names no server. An authority cannot be taken out of a
         # context that has it, so the whole context is another one.
         context.sni_callback = self._renew
@@ -101,7 +101,7 @@ class Renewal:
 
     def _run(self) -> None:
         seen = self._files.stamp()
-        while not self._stop.wait(self._look_s):
+        while not self._stop.wait(_LOOK_S):
             stamp = self._files.stamp()
             if stamp == seen:
                 continue
