@@ -114,7 +114,8 @@ def _tree(out: Path, mode: str, steps: int, grpc: str, http: str) -> dict[str, A
         "numerics": {"mode": mode},
         "task": {"name": "tokens", "prompts_per_step": 2, "samples_per_prompt": 4},
         "rollout": {"max_new_tokens": 96, "max_model_len": 128, "kv_cache_mb": 16},
-        "trainer": {"learning_rate": 1e-3},
+        # Ray names the job to Prometheus five seconds after its start; steps must not be over by then.
+        "trainer": {"learning_rate": 1e-3, "updates_per_step": 8},
         "weights": {"directory": str(out / "weights"), "keep": steps + 2},
         "auditor": {"grpc": grpc, "http": f"http://{http}"},
         # With its dashboard Ray writes down where its metrics are.
