@@ -2,7 +2,7 @@
 
 `--list` takes other faults: `strangers`, `reported` and `held-out` were thought of, and read in threads of other
 frameworks' users, before any cause was written for them; `blind`, `blind-second` and `blind-third` are by judges who
-had read no cause, the last two of them kept back while causes were changed, and no cause was changed for them.
+had read no cause, the last two of them kept back until they were run, and no cause was changed for them before.
 
 Exit code 1 where a fault is missed, a clean sample is flagged, or less than nine in ten get a right cause first (of the
 lists that are only counted, as many as may be).
