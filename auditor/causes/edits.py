@@ -5,7 +5,7 @@ to.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -92,18 +92,6 @@ def edited(decoder: Decoder, *edits: Edit) -> Decoder:
     """The decoder under some edits; of two for one op and place, the first."""
     config, settings = decoder.config, settings_of(decoder.reference)
     return replace(decoder, reference=Edited(**settings, edits=edits, layers=config.layers, qk_norm=config.qk_norm))
-
-
-class Changed(dict[str, Bits]):
-    """Weights each of which is changed when it is asked for."""
-
-    def __init__(self, weights: Mapping[str, Bits], change: Callable[[Bits], Bits]) -> None:
-        super().__init__()
-        self._weights, self._change = weights, change
-
-    def __missing__(self, name: str) -> Bits:
-        self[name] = self._change(self._weights[name])
-        return self[name]
 
 
 def places(decoder: Decoder, op: str) -> tuple[Place, ...]:

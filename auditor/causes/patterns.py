@@ -12,8 +12,8 @@ import numpy as np
 
 from auditor.causes.evidence import Evidence, Suggestion, correlation
 
-_USUAL_LIMIT: Final = 0.045  # where nobody could be asked
-_BEYOND: Final = 1.1  # times the noise: more than another order of sums makes
+_USUAL_NOISE: Final = 0.015  # where nobody could be asked
+_BEYOND: Final = 3.0  # times the noise: more than another order of sums makes
 BEYOND_BY_BOTH: Final = 5.0  # the same, where neither side computes as the reference does
 _FALLBACK: Final = 0.35  # much looks like it
 _TRENDING: Final = 0.42
@@ -97,7 +97,7 @@ def begins_somewhere(evidence: Evidence, noise: float | None) -> Iterator[Sugges
 def _limit(evidence: Evidence, noise: float | None) -> float:
     """The median difference beyond which it is more than rounding."""
     if noise is None:
-        return _USUAL_LIMIT
+        return _BEYOND * _USUAL_NOISE
     return noise * (_BEYOND if evidence.alone else BEYOND_BY_BOTH)
 
 

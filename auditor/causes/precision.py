@@ -4,13 +4,11 @@ The three are combined; effects of one format at one place are all of one size, 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from auditor.causes.edits import Changed, Edit
+from auditor.causes.edits import Edit
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import Oracle
 from auditor.causes.search import Model, nearest_model
@@ -138,15 +136,7 @@ def _models(decoder: Decoder) -> Iterator[Model]:
 
 
 def _products(decoder: Decoder) -> Iterator[Model]:
-    """Weights, activations, or both; weights also with the embedding and the output layer, and cut."""
-    for name, change, kin in (*_of_matrices(), *((name, cast, "") for name, cast in CASTS)):
-        said = f"all matrices, embedding and output layer among them, {name}"
-        every = Changed(decoder.weights, partial(_of_matrix, change))
-        yield Model("weight_precision", said, replace(decoder, weights=every), kin)
-        if not kin:
-            yield Model.of(
-                decoder, "weight_precision", f"matrices {name}", Edit("gemm", _product(None, _remembered(change)))
-            )
+    """Weights, activations, or both."""
     for format_, to, limit in FORMATS:
         for over, axes in (*_FINE, *OF_ROWS):
             of_weights = _remembered(coarse(to, limit, axes))
@@ -164,16 +154,6 @@ def _products(decoder: Decoder) -> Iterator[Model]:
                 alone = Edit("gemm", _product(coarse(to, limit, axes), None))
                 said = f"inputs of products in {format_} with a scale {_for(over)}"
                 yield Model.of(decoder, "activation_precision", said, alone, f"inputs {limit}", whole=over in _WHOLE)
-
-
-def _of_matrices() -> Iterator[tuple[str, Coarse, str]]:
-    for format_, to, limit in FORMATS:
-        for over, axes in (*OF_ROWS, *_FINE):
-            yield f"in {format_} with a scale {_for(over)}", coarse(to, limit, axes), f"all weights {limit}"
-
-
-def _of_matrix(change: Coarse, weight: Bits) -> Bits:
-    return change(weight) if weight.ndim == 2 else weight
 
 
 def _for(over: str) -> str:

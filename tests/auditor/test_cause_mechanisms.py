@@ -340,7 +340,7 @@ def test_what_nothing_explains_is_named_by_its_course_and_by_what_rounding_makes
     flat = evidence_of(world, sample, (evidence.truth + np.float32(0.02) * (-1) ** np.arange(72)).astype(np.float32))
     assert list(trend(flat, 0.001)) == []
     assert [suggestion.cause for suggestion in flat_last_bits(flat, 0.02)] == ["reduction_order"]
-    assert list(flat_last_bits(flat, 0.01)) == []
+    assert list(flat_last_bits(flat, 0.005)) == []
     late = evidence_of(world, sample, np.concatenate([evidence.truth[:40], wrong[40:]]))
     assert [suggestion.cause for suggestion in begins_somewhere(late, 0.01)] == ["kv_boundary"]
     assert list(begins_somewhere(evidence, 0.01)) == []
