@@ -57,10 +57,21 @@ class Stack:
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Series of an instant query."""
-        data = urllib.parse.urlencode({"query": expression}).encode()
-        with urllib.request.urlopen(f"{self.prometheus}/api/v1/query", data, timeout=30) as answer:
-            result: list[dict[str, Any]] = json.loads(answer.read())["data"]["result"]
+        answer = self._ask("query", query=expression)
+        result: list[dict[str, Any]] = answer["result"]
         return result
+
+    def query_range(self, expression: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
+        """Series of a range query; times are Unix seconds."""
+        answer = self._ask("query_range", query=expression, start=start, end=end, step=step)
+        result: list[dict[str, Any]] = answer["result"]
+        return result
+
+    def _ask(self, path: str, **parameters: Any) -> dict[str, Any]:
+        data = urllib.parse.urlencode(parameters).encode()
+        with urllib.request.urlopen(f"{self.prometheus}/api/v1/{path}", data, timeout=30) as answer:
+            body: dict[str, Any] = json.loads(answer.read())["data"]
+        return body
 
 
 def program(name: str) -> str:
