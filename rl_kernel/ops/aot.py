@@ -15,7 +15,7 @@ from triton.compiler import ASTSource, CompiledKernel, compile
 CUDA_SM90 = GPUTarget("cuda", 90, 32)
 HIP_GFX942 = GPUTarget("hip", "gfx942", 64)
 
-_ATTENTION = "rl_kernel.ops.attention.triton_kernel"
+_ATTENTION = "rl_kernel.ops.attention.triton_prefill"
 _DECODE = "rl_kernel.ops.attention.triton_decode"
 _BACKWARD = "rl_kernel.ops.attention.triton_backward"
 _LOGP = "rl_kernel.ops.linear_logp.triton_kernel"
@@ -104,10 +104,10 @@ def _attention() -> Iterator[Kernel]:
     for dim, page in ((128, 0), (64, 0), (128, 16)):
         yield _kernel(
             _ATTENTION, "attention_kernel",
-            f"*bf16 *fp32 *fp32 *bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 *i32 i32 i32 {strides}",
+            f"*bf16 *fp32 *fp32 *bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 i32 i32 {strides}",
             8, 3, matrix=True, exp2=True,
             HEADS=32 if dim == 128 else 24, KV_HEADS=8, D=dim, PACK=1, ROWS=128, WIDTH=16, PARTIAL=1024, PAGE=page,
-            TMA=False, REDO=False,
+            TMA=False,
         )  # fmt: skip
     for dim, group, single, blocks in ((128, 4, False, 2), (64, 3, True, 2), (128, 2, True, 1)):
         yield _kernel(

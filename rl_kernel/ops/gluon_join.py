@@ -83,8 +83,8 @@ def _count(flag):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _await(flag):  # type: ignore[no-untyped-def]
-    """Every thread: until four warps have counted; the readers count too, and leave the flag at 0 mod 8."""
+def await_four(flag):  # type: ignore[no-untyped-def]
+    """Every thread: until four have counted; the readers count too, and leave the flag at 0 mod 8."""
     gl.inline_asm_elementwise(
         """
         {
@@ -122,7 +122,7 @@ def _level(
         if gives:
             put(room, acc)
         else:
-            _await(flag)
+            await_four(flag)
             acc = take(room, acc, layout)
         _count(flag)
     return acc

@@ -26,14 +26,22 @@ def descriptor(*shape: int) -> str:
     return f"tensordesc<bf16[{','.join(map(str, shape))}],{layout!r}>"
 
 
-def attention(dim: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
+def attention(dim: int, page: int = 0) -> tuple[Any, dict[str, str], dict[str, Any]]:
     from rl_kernel.ops.attention import gluon_kernel as op
 
-    types = dict.fromkeys(("m_out", "l_out"), "*fp32") | dict.fromkeys(("redo", "cu_q", "cu_k"), "*i32")
-    types |= {"out": "*bf16", "q": descriptor(128, dim), "k": descriptor(128, dim), "v": descriptor(64, dim)}
-    types |= {"sequences": "i32", "tiles": "i32", "scale": "fp32"}
+    types = dict.fromkeys(("m_out", "l_out"), "*fp32") | dict.fromkeys(
+        ("redo", "table", "cu_q", "cu_k", "lens"), "*i32"
+    )
+    box = (min(page, 64), 64)
+    types |= {"out": "*bf16", "q": descriptor(128, dim)}
+    types |= (
+        {"k": descriptor(*box), "v": descriptor(*box)}
+        if page
+        else {"k": descriptor(128, dim), "v": descriptor(64, dim)}
+    )
+    types |= dict.fromkeys(("sequences", "tiles", "table_width", "page_rows"), "i32") | {"scale": "fp32"}
     return op.attention_kernel, types, {
-        "HEADS": 32, "KV_HEADS": 8, "D": dim, "WIDTH": 16, "STAGES": op.STAGES[dim], "PARTIAL": 1024,
+        "HEADS": 32, "KV_HEADS": 8, "D": dim, "WIDTH": 16, "STAGES": op.STAGES[dim], "PARTIAL": 1024, "PAGE": page,
     }  # fmt: skip
 
 
@@ -63,9 +71,23 @@ def head(heated: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
     }  # fmt: skip
 
 
+def decode(members: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    from rl_kernel.ops.attention import gluon_decode as op
+
+    types = dict.fromkeys(("out", "q", "k", "v"), "*bf16") | {"scale": "fp32"}
+    types |= dict.fromkeys(("m_out", "l_out", "acc_out", "exchange"), "*fp32")
+    types |= dict.fromkeys(("flags", "table", "cu_q", "lens"), "*i32") | dict.fromkeys(("sequences", "tokens"), "i32")
+    types |= dict.fromkeys(("table_width", "q_token", "k_page", "k_token", "v_page", "v_token"), "i32:16")
+    return op.shared_decode_kernel, types, {
+        "HEADS": 32, "KV_HEADS": 8, "D": 128, "ROWS": 8, "WIDTH": 16, "PARTIAL": 1024, "PAGE": 16,
+        "SINGLE": members == 8, "MEMBERS": members, "ROUND": op.ROUND[members],
+    }  # fmt: skip
+
+
 CASES = {
     "attention-64": lambda: attention(64),
     "attention-128": lambda: attention(128),
+    "attention-128-pages": lambda: attention(128, 16),
     "product-2": lambda: product(2, True),
     "product-8": lambda: product(8, True),
     "product-8-dx": lambda: product(8, False),
@@ -73,6 +95,8 @@ CASES = {
     "product-8-few-dx": lambda: product(8, False, 64),
     "product-8-shared": lambda: product(8, True, 256),
     "head": lambda: head(False),
+    "decode-8": lambda: decode(8),
+    "decode-2": lambda: decode(2),
 }
 
 
@@ -81,17 +105,17 @@ CASES = {
 def test_it_fits_and_no_wgmma_is_serialised(case: str, tmp_path: Path) -> None:
     kernel, types, constants = CASES[case]()
     names = kernel.arg_names
-    pointers = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
+    even = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t[0] == "*" or t.endswith(":16")}
     source = GluonASTSource(
         kernel,
-        {name: types.get(name, "constexpr") for name in names},
+        {name: types.get(name, "constexpr").removesuffix(":16") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        pointers,
+        even,
     )
     options = {"num_warps": 4, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= SHARED_MEMORY
-    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert ("mma.sync" if case.startswith("decode") else "wgmma.mma_async") in compiled.asm["ptx"]
     (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
     command = [PTXAS, "-arch=sm_90a", "--fmad=false", "-v", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr

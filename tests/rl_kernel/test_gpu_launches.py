@@ -10,6 +10,7 @@ import torch
 
 from rl_kernel.errors import ShapeError
 from rl_kernel.ops import gluon_matmul
+from rl_kernel.ops.attention import gluon_decode
 from rl_kernel.ops.gluon_join import _Arena
 from rl_kernel.ops.tree_all_reduce import symmetric
 from rl_kernel.ops.tree_all_reduce.triton_kernel import check_ranks
@@ -30,6 +31,14 @@ def test_programs_that_wait_for_each_other_are_on_the_device_together(segments: 
         assert shape.split == 1 or tiles * shape.split <= processors
         shared += shape.split > 1
     assert (shared > 0) == (segments > 1)
+
+
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_programs_that_share_a_partial_of_keys_are_on_the_device_together(processors: int) -> None:
+    for dim, groups in itertools.product(gluon_decode.HEAD_DIMS, range(1, 200)):
+        members = gluon_decode.members_for(dim, groups, processors)
+        assert members == 1 or (members * groups <= processors and dim // members >= 16), (dim, groups)
+    assert gluon_decode.members_for(128, 8, processors) == 8  # one sequence of up to 1024 keys, 8 kv heads
 
 
 def test_copies_under_way_and_the_waiting_level_of_the_tree_fit_into_shared_memory() -> None:

@@ -7,10 +7,9 @@ and walk the tiles, longest first. R sequences, H query heads, G kv heads, D hea
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rl_kernel.contracts.v1 import KV_PARTIAL
@@ -26,58 +25,12 @@ from rl_kernel.ops.attention.gluon_blocks import (
     edge_step,
     full_step,
 )  # fmt: skip
+from rl_kernel.ops.attention.gluon_copy import PANEL, TILE, copy, find_tile
+from rl_kernel.ops.attention.triton_blocks import width_for
 from rl_kernel.ops.gluon_scalar import canonical
 
 HEAD_DIMS = (64, 128)
 STAGES = {64: 3, 128: 2}  # pairs of key and value blocks in flight, as many as shared memory holds
-
-TILE = gl.constexpr(128)  # queries of a tile, of which each warpgroup has half
-
-
-@gluon.jit
-def _tile(cu_q, cu_k, sequences, tile, WIDTH: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Tile number → (first query row, queries, first query of the tile, first key row, keys) of its sequence."""
-    r = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    begin = gl.load(cu_q + r, mask=r < sequences, other=0)
-    mine = (begin // TILE + r <= tile) & (r < sequences)
-    sequence = gl.sum(mine.to(gl.int32), 0) - 1
-    start = gl.load(cu_q + sequence)
-    key_start = gl.load(cu_k + sequence)
-    length, keys = gl.load(cu_q + sequence + 1) - start, gl.load(cu_k + sequence + 1) - key_start
-    return start, length, (tile - start // TILE - sequence) * TILE, key_start, keys
-
-
-@gluon.jit
-def _copy(
-    q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, full, empty, cu_q, cu_k, sequences, tiles,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Step j of a tile needs the keys of pair j and the values of pair j - 1: one barrier tells that both are here."""
-    count, turn = 0, 0
-    for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
-        head = work % HEADS
-        start, length, first, key_start, keys = _tile(cu_q, cu_k, sequences, tiles - 1 - work // HEADS, WIDTH, 1)
-        if first < length:
-            mbarrier.wait(q_empty, (turn & 1) ^ 1)
-            mbarrier.expect(q_full, TILE * D * 2)
-            tma.async_copy_global_to_shared(q, [start + first, head * D], q_full, q_buffer)
-            turn += 1
-            column = head // (HEADS // KV_HEADS) * D
-            pairs = gl.cdiv(min(keys, keys - length + first + TILE), PAIR)
-            for step in range(pairs + 1):
-                slot = count % STAGES
-                mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
-                bar = full.index(slot)
-                if (step > 0) & (step < pairs):
-                    mbarrier.expect(bar, 2 * PAIR * D * 2)
-                else:
-                    mbarrier.expect(bar, PAIR * D * 2)
-                row = key_start + step * PAIR
-                tma.async_copy_global_to_shared(k, [row, column], bar, k_buffers.index(slot), pred=step < pairs)
-                for half in gl.static_range(2):
-                    at = [row - PAIR + half * BLOCK, column]
-                    tma.async_copy_global_to_shared(v, at, bar, v_buffers.index(2 * slot + half), pred=step > 0)
-                count += 1
 
 
 @gluon.jit
@@ -133,9 +86,10 @@ def _store(
 
 @gluon.jit
 def _attend(
-    out, m_out, l_out, redo, q_buffer, buffers, bars, merged, q_full, q_empty, cu_q, cu_k, sequences, tiles, scale,
+    out, m_out, l_out, redo, q_buffer, buffers, bars, merged, q_full, q_empty, cu_q, cu_k, lens, sequences,
+    tiles, scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-    PARTIAL: gl.constexpr,
+    PARTIAL: gl.constexpr, PAGE: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
@@ -146,8 +100,13 @@ def _attend(
     for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
         head = work % HEADS
         tile = tiles - 1 - work // HEADS
-        start, length, first, _key_start, keys = _tile(cu_q, cu_k, sequences, tile, WIDTH, 4)
-        if first < length:
+        _sequence, start, length, first, _key_start, keys = find_tile(
+            cu_q, cu_k, lens, sequences, tile, WIDTH, PAGE, 4
+        )  # fmt: skip
+        again = redo + (tile * HEADS + head) * 2 + HALF
+        if first >= length:
+            gl.store(again, 0)
+        else:
             pairs = gl.cdiv(min(keys, keys - length + first + TILE), PAIR)
             full = min((keys - length + first + HALF * ROWS + 1) // PAIR, pairs)  # pairs that each row of the half sees
             row = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -176,23 +135,25 @@ def _attend(
                     count += 1
                 pair = max(pair, full)
             mbarrier.arrive(q_empty)
-            flag = redo + (tile * HEADS + head) * 2 + HALF
-            _store(out, m_out, l_out, flag, m_all, l_all, merged, row, start, length, head, HEADS, O)
+            _store(out, m_out, l_out, again, m_all, l_all, merged, row, start, length, head, HEADS, O)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["sequences", "tiles", "table_width", "page_rows"])
 def attention_kernel(
-    out, m_out, l_out, redo, q, k, v, cu_q, cu_k, sequences, tiles, scale,
+    out, m_out, l_out, redo, q, k, v, table, cu_q, cu_k, lens, sequences, tiles, table_width, page_rows, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-    PARTIAL: gl.constexpr,
+    PARTIAL: gl.constexpr, PAGE: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """out[T,H,D], m and l[T,H]; q, k, v: descriptors of [T,H*D] and [T',G*D]. tiles: no fewer than there are.
 
-    redo[tiles,H,2]: 1 where a half tile's output is to be computed in another way.
+    PAGE: keys a page of the cache, which begins every page_rows rows of k and v, by table[R,table_width] and lens[R];
+    0 where the keys of a sequence are rows from cu_k on. redo[tiles,H,2]: 1 where a half tile's output is to be
+    computed in another way, 0 elsewhere.
     """
     q_buffer = gl.allocate_shared_memory(gl.bfloat16, [TILE, D], q.layout)
-    k_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PAIR, D], k.layout)
-    v_buffers = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, BLOCK, D], v.layout)
+    blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], gl.bfloat16)
+    k_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PAIR, D], blocks)
+    v_buffers = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, BLOCK, D], blocks)
     ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ONES, BLOCK], gl.bfloat16)
     writer: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(gl.bfloat16, [ONES, BLOCK], ones_layout)
@@ -214,11 +175,11 @@ def attention_kernel(
     gl.warp_specialize(
         [
             (_attend, (out, m_out, l_out, redo, q_buffer, buffers, (full, empty), merged.index(0), q_full, q_empty,
-                       cu_q, cu_k, sequences, tiles, scale, 0, HEADS, D, WIDTH, STAGES, PARTIAL)),
+                       cu_q, cu_k, lens, sequences, tiles, scale, 0, HEADS, D, WIDTH, STAGES, PARTIAL, PAGE)),
             (_attend, (out, m_out, l_out, redo, q_buffer, buffers, (full, empty), merged.index(1), q_full, q_empty,
-                       cu_q, cu_k, sequences, tiles, scale, 1, HEADS, D, WIDTH, STAGES, PARTIAL)),
-            (_copy, (q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, full, empty,
-                     cu_q, cu_k, sequences, tiles, HEADS, KV_HEADS, D, WIDTH, STAGES)),
+                       cu_q, cu_k, lens, sequences, tiles, scale, 1, HEADS, D, WIDTH, STAGES, PARTIAL, PAGE)),
+            (copy, (q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, full, empty, table, cu_q, cu_k, lens,
+                    sequences, tiles, table_width, page_rows, HEADS, KV_HEADS, D, WIDTH, STAGES, PAGE)),
         ],
         [4, 1],
         [240, 24],
@@ -231,18 +192,54 @@ def attention(
 ) -> torch.Tensor:  # fmt: skip
     """Fill out[T,H,D], m and l[T,H] from q[T,H,D], k and v[T',G,D], whose tokens lie `strides` elements apart.
 
-    Return redo[tiles,H,2] int32: 1 where `triton_kernel` must compute half a tile again; not set for tiles of no query.
+    Return redo[tiles,H,2] int32: 1 where `triton_kernel` must compute half a tile again.
     """
-    (tokens, heads, dim), sequences = q.shape, cu_q.shape[0] - 1
+    boxes = ((128, q.shape[2]), (128, q.shape[2]), (64, q.shape[2]))
+    rows = (q.shape[0], k.shape[0], v.shape[0])
+    return _launch(out, m, l, (q, k, v), rows, strides, boxes, (cu_q, cu_q, cu_k, cu_q), (0, 0, 0), scale)
+
+
+def serves_pages(page: int, strides: tuple[int, ...]) -> bool:
+    """Whether such a cache is a matrix of rows; strides: of a page and a token of the keys, then of the values."""
+    k_page, k_token, v_page, v_token = strides
+    whole = page % 16 == 0 and (64 % page == 0 or page % 64 == 0)
+    return whole and k_page % k_token == v_page % v_token == 0 and k_page // k_token == v_page // v_token
+
+
+def paged_attention(
+    out: torch.Tensor, m: torch.Tensor, l: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    table: torch.Tensor, cu_q: torch.Tensor, lens: torch.Tensor, strides: tuple[int, int, int], scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """As `attention`, of caches[B,page,G,D] with `serves_pages`, table[R,width], lens[R]; strides are of tokens."""
+    pages, page = k_cache.shape[:2]
+    page_rows = k_cache.stride(0) // strides[1]
+    rows = (pages - 1) * page_rows + page
+    box = (min(page, 64), PANEL.value)
+    return _launch(
+        out, m, l, (q, k_cache, v_cache), (q.shape[0], rows, rows), strides, ((128, q.shape[2]), box, box),
+        (table, cu_q, cu_q, lens), (page, table.stride(0), page_rows), scale,
+    )  # fmt: skip
+
+
+def _launch(
+    out: torch.Tensor, m: torch.Tensor, l: torch.Tensor, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: tuple[int, int, int], strides: tuple[int, int, int], boxes: tuple[tuple[int, int], ...],
+    places: tuple[torch.Tensor, ...], paging: tuple[int, int, int], scale: float,
+) -> torch.Tensor:  # fmt: skip
+    q = tensors[0]
+    (tokens, heads, dim), kv_heads = q.shape, tensors[1].shape[-2]
+    sequences = places[1].shape[0] - 1
     tiles = tokens // 128 + sequences
+    width = 1 if sequences == 1 else width_for(sequences)  # of one nothing is looked up, which is worth 10 %
     descriptors = []
-    for x, stride, block in zip((q, k, v), strides, (128, 128, 64), strict=True):
-        layout = gl.NVMMASharedLayout.get_default_for([block, dim], gl.bfloat16)
-        descriptors.append(TensorDescriptor(x, [x.shape[0], x.shape[1] * dim], [stride, 1], [block, dim], layout))
+    for x, count, stride, box in zip(tensors, rows, strides, boxes, strict=True):
+        layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)
+        descriptors.append(TensorDescriptor(x, [count, x.shape[-2] * dim], [stride, 1], list(box), layout))
     redo = torch.empty((tiles, heads, 2), dtype=torch.int32, device=q.device)
+    page, table_width, page_rows = paging
     attention_kernel[(min(tiles * heads, multiprocessors(q.get_device())),)](
-        out, m, l, redo, *descriptors, cu_q, cu_k, sequences, tiles, scale,
-        HEADS=heads, KV_HEADS=k.shape[1], D=dim, WIDTH=triton.next_power_of_2(sequences), STAGES=STAGES[dim],
-        PARTIAL=KV_PARTIAL, num_warps=4, enable_fp_fusion=False,
+        out, m, l, redo, *descriptors, *places, sequences, tiles, table_width, page_rows, scale,
+        HEADS=heads, KV_HEADS=kv_heads, D=dim, WIDTH=width, STAGES=STAGES[dim],
+        PARTIAL=KV_PARTIAL, PAGE=page, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return redo

@@ -4,6 +4,7 @@ One program holds one partial of one query, for all heads that share a kv head. 
 blocks are computed before any of their sums, so that one maximum over the warps serves them all and their products
 overlap; the chain over blocks stays what `triton_blocks.attend` has. Keys past the query are zeros with a score of
 -inf, worth +0: they move no sum. Partials merge left to right in `merge_kernel`, or at once where there is but one.
+On Hopper several programs share a partial where the device has room for all of them (`gluon_decode`).
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import triton
 import triton.language as tl
 
 from rl_kernel.contracts.v1 import KV_PARTIAL
-from rl_kernel.ops.accelerator import EX2, F32
+from rl_kernel.ops.accelerator import EX2, F32, multiprocessors
+from rl_kernel.ops.attention import gluon_decode
 from rl_kernel.ops.attention.triton_blocks import BLOCK, merge, width_for
 from rl_kernel.ops.triton_scalar import NEG_INF, exp2, narrow
 
@@ -151,11 +153,12 @@ def merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Warps, stages, blocks of keys at once (1, 2 or 4). No bit depends on it."""
+    """Warps, stages, blocks of keys at once (1, 2 or 4), whether programs may share a partial. No bit depends on it."""
 
     warps: int
     stages: int
     blocks: int
+    shared: bool = False
 
 
 def launch_for(tokens: int, sequences: int, group: int, dim: int, keys: int) -> Launch | None:
@@ -166,7 +169,7 @@ def launch_for(tokens: int, sequences: int, group: int, dim: int, keys: int) -> 
     few = sequences * triton.cdiv(keys, KV_PARTIAL) <= 16
     if dim > 128:
         return Launch(4, 4, 1)
-    return Launch(8, 5, 2) if few else Launch(2, 6, 1)
+    return Launch(8, 5, 2, shared=EX2) if few else Launch(2, 6, 1)
 
 
 def paged_attention(
@@ -182,12 +185,18 @@ def paged_attention(
     if not single:
         m, l = (torch.empty((partials, tokens, heads), dtype=F32, device=q.device) for _ in range(2))
         acc = torch.empty((partials, tokens, heads, dim), dtype=F32, device=q.device)
-    decode_kernel[(kv_heads, tokens, partials)](
-        out, m, l, acc, *tensors, seq_lens, sequences, tokens * heads, *strides, scale,
-        HEADS=heads, KV_HEADS=kv_heads, D=dim, ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), WIDTH=width,
-        PARTIAL=KV_PARTIAL, PAGE=page, SINGLE=single, SUPER=shape.blocks, EX2=EX2,
-        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
-    )  # fmt: skip
+    members = 1
+    if shape.shared and gluon_decode.serves(tensors, strides):
+        members = gluon_decode.members_for(dim, tokens * partials * kv_heads, multiprocessors(q.get_device()))
+    if members > 1:
+        gluon_decode.decode(out, m, l, acc, tensors, seq_lens, strides, scale, partials, width, members)
+    else:
+        decode_kernel[(kv_heads, tokens, partials)](
+            out, m, l, acc, *tensors, seq_lens, sequences, tokens * heads, *strides, scale,
+            HEADS=heads, KV_HEADS=kv_heads, D=dim, ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
+            WIDTH=width, PARTIAL=KV_PARTIAL, PAGE=page, SINGLE=single, SUPER=shape.blocks, EX2=EX2,
+            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
+        )  # fmt: skip
     if not single:
         merge_kernel[(tokens, heads)](
             out, m, l, acc, cu_q, seq_lens, sequences, tokens * heads,
