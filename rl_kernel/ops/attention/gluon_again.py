@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.ops.accelerator import multiprocessors
-from rl_kernel.ops.attention.triton_prefill import constants, prefill_tile
+from rl_kernel.ops.attention.triton_prefill import constants, launch_for, prefill_tile
 
 FLAGS = 128  # tiles whose flags a program reads at once
 
@@ -40,8 +40,9 @@ def again(
     strides: tuple[int, ...], kv_heads: int, page: int, scale: float,
 ) -> None:  # fmt: skip
     """As `triton_prefill.prefill`, only where redo[tiles,H,2] says so."""
-    tiles, heads, _ = redo.shape
+    (tiles, heads, _), shape = redo.shape, launch_for(tensors[0].shape[2])
     again_kernel[(min(tiles * heads, multiprocessors(redo.get_device())),)](
         *outputs, *tensors, *places, redo, places[1].shape[0] - 1, tiles, *strides, scale, FLAGS=FLAGS,
-        **constants(tensors[0], tensors[1], places, kv_heads, page), num_warps=8, num_stages=3, enable_fp_fusion=False,
+        **constants(tensors[0], tensors[1], places, kv_heads, page),
+        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
     )  # fmt: skip

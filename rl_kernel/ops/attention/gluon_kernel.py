@@ -1,6 +1,6 @@
 """Attention forward on Hopper, warp-specialised: one warp copies, two warpgroups hold 64 queries each.
 
-The bits are those of `triton_kernel`: the same blocks, partials and chains, the blocks in pairs (`gluon_blocks`). What
+The bits are those of `triton_prefill`: the same blocks, partials and chains, the blocks in pairs (`gluon_blocks`). What
 the matrix instruction cannot know (that a value is hidden from some row, where it is not finite) and what a fast
 division cannot do (a sum out of its range) shows in the result, and the caller computes that tile again. Programs stay
 and walk the tiles, longest first. R sequences, H query heads, G kv heads, D head_dim.
@@ -192,7 +192,7 @@ def attention(
 ) -> torch.Tensor:  # fmt: skip
     """Fill out[T,H,D], m and l[T,H] from q[T,H,D], k and v[T',G,D], whose tokens lie `strides` elements apart.
 
-    Return redo[tiles,H,2] int32: 1 where `triton_kernel` must compute half a tile again.
+    Return redo[tiles,H,2] int32: 1 where `gluon_again` must compute half a tile once more.
     """
     boxes = ((128, q.shape[2]), (128, q.shape[2]), (64, q.shape[2]))
     rows = (q.shape[0], k.shape[0], v.shape[0])
