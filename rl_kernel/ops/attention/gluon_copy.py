@@ -15,12 +15,24 @@ PANEL = gl.constexpr(64)  # columns that lie together in shared memory
 
 
 @gluon.jit
+def uniform(x):  # type: ignore[no-untyped-def]
+    """x, the same in all threads, and the compiler told so.
+
+    It does not see that of a sum over threads; then a loop whose length depends on it could end for some threads first,
+    and what the loop counts (the place of a matrix product's operands) is moved to the scalar unit word by word again
+    in each step: a tenth of the time of attention.
+    """
+    first: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+    return gl.inline_asm_elementwise(first, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def find_tile(cu_q, cu_k, lens, sequences, tile, WIDTH: gl.constexpr, PAGE: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Tile number → (sequence, its first query row, queries, first query of the tile, first key row, keys)."""
     r = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [WARPS], [0]))
     begin = gl.load(cu_q + r, mask=r < sequences, other=0)
     mine = (begin // TILE + r <= tile) & (r < sequences)
-    sequence = gl.sum(mine.to(gl.int32), 0) - 1
+    sequence = uniform(gl.sum(mine.to(gl.int32), 0) - 1)
     start = gl.load(cu_q + sequence)
     length, first = gl.load(cu_q + sequence + 1) - start, (tile - start // TILE - sequence) * TILE
     if PAGE:
