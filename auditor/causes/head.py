@@ -74,6 +74,8 @@ def _of_logits(oracle: Oracle) -> Iterator[tuple[str, OfRows]]:
     for name, rounded in _ROUNDINGS:
         for what, made in _SUMS:
             yield f"{what} in {name}", partial(_summed, oracle, made=made, rounded=rounded)
+        yield f"a softmax in {name}", partial(_in_steps, oracle, rounded=rounded, of_sum=False)
+        yield f"a log-softmax in {name}", partial(_in_steps, oracle, rounded=rounded, of_sum=True)
 
 
 def _of_products(oracle: Oracle) -> Iterator[tuple[str, OfRows]]:
@@ -113,6 +115,22 @@ def _summed(oracle: Oracle, rows: Rows, made: Callable[[F32, F32, Rounding], Log
     lse = (top + np.log(np.exp(z - top[:, None]).sum(axis=1))).astype(np.float32)
     with np.errstate(divide="ignore"):
         return made(chosen, lse, rounded)
+
+
+def _in_steps(oracle: Oracle, rows: Rows, rounded: Rounding, of_sum: bool) -> Logprobs:
+    """Every step rounded, the sum in fp32: the logarithm of a probability, or a logit less the logarithm of a sum."""
+    targets = oracle.targets[rows]
+    z = rounded(oracle.own_logits[rows, : oracle.decoder.config.vocab] / np.float32(oracle.temperature))
+    z = rounded(z - z.max(axis=1, keepdims=True))
+    e = rounded(np.exp(z))
+    total, every = e.sum(axis=1, dtype=np.float32), np.arange(len(z))
+    with np.errstate(divide="ignore"):
+        values: Logprobs = (
+            rounded(z[every, targets] - rounded(np.log(rounded(total))))
+            if of_sum
+            else np.log(rounded(e[every, targets] / total))
+        )
+    return values
 
 
 _SUMS: Final[tuple[tuple[str, Callable[[F32, F32, Rounding], Logprobs]], ...]] = (

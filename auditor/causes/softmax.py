@@ -12,8 +12,9 @@ from typing import Final
 import numpy as np
 
 from auditor.causes.evidence import HINT, STRONG, Evidence, Suggestion, correlation
-from auditor.causes.oracle import F32, F64, Oracle
+from auditor.causes.oracle import F32, F64, I64, Oracle
 from auditor.causes.search import Candidate, nearest
+from auditor.compare import Mask
 
 _WORK: Final = 1 << 23  # probabilities that are looked at
 _ROWS: Final = 128
@@ -28,6 +29,7 @@ _NOISE: Final = 5e-3
 _ROUNDING: Final = 1e-6
 _MASKED: Final = -0.99
 _EVEN: Final = 0.35  # of the mean: how far a filter's mass spreads
+_EVERYWHERE: Final = 0.75  # of the tokens
 _MUCH: Final = 2.0  # a difference that padding does not make
 
 
@@ -42,15 +44,18 @@ def touched_tokens(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         return
     # Rows whose own token was touched go the other way; they are the fewer ones.
     lower = (delta > 0).mean() > 0.5
-    for rows in (wrong, wrong[(delta > 0) == lower]):
+    same = (delta > 0) == lower
+    tokens, times = np.unique(oracle.targets[wrong], return_counts=True)
+    once = np.isin(oracle.targets[wrong], tokens[times == 1])
+    for rows in (wrong, wrong[same], wrong[once], wrong[once & same]):
         if rows.size < _LEAST:
-            return
+            continue
         added = np.expm1(np.clip(truth[rows].astype(np.float64) - found[rows], -50.0, 50.0))
         columns, scale = _columns(oracle, rows)
-        support, shares = _pursued(columns, added)
-        left = np.abs(added - columns[:, support] @ shares)
-        explained = 1.0 - float(left.sum() / np.abs(added).sum())
-        fits = (left < _EACH * np.abs(added)).mean() > _FITTING
+        support, shares, plain = _pursued(columns, added, oracle.targets[rows])
+        left = np.abs(added - columns[:, support] @ shares)[plain]
+        explained = 1.0 - float(left.sum() / np.abs(added[plain]).sum())
+        fits = (left < _EACH * np.abs(added[plain])).mean() > _FITTING
         few = len(support) * _ROWS_A_TOKEN <= rows.size or explained > 1.0 - _EXACT * _ROWS_A_TOKEN
         if few and explained >= 1.0 - _LEFT and fits and _varies(columns[:, support] @ shares):
             yield _said(support, shares, explained, columns.shape[1] - 1, scale)
@@ -70,7 +75,8 @@ def tokens_forbidden(evidence: Evidence) -> Iterator[Suggestion]:
     numbers = f"by {np.abs(delta).min():.3g} to {np.abs(delta).max():.3g}, as in a softmax in which"
     if (delta > 0).mean() > 0.98:
         # A filter of the likeliest leaves out much the same mass everywhere, other tokens have what mass they have.
-        cause = "truncated_sampling" if share.std() < _EVEN * share.mean() else "logit_processor"
+        everywhere = evidence.differs.sum() > _EVERYWHERE * evidence.active.sum()
+        cause = "truncated_sampling" if everywhere and share.std() < _EVEN * share.mean() else "logit_processor"
         said = f"too high, {numbers} tokens of {share.min():.1%} to {share.max():.1%} of the mass were left out"
     elif (delta < 0).mean() > 0.98 and correlation(evidence.found, evidence.truth) > 0.95 and delta.min() > -_MUCH:
         cause = "vocabulary"
@@ -88,23 +94,30 @@ def _columns(oracle: Oracle, rows: np.ndarray) -> tuple[F64, float]:
     return np.concatenate([np.exp(z - lse), np.exp(lse.min() - lse)], axis=1), float(np.exp(lse.min()))
 
 
-def _pursued(columns: F64, added: F64) -> tuple[list[int], F64]:
-    """Columns taken one after the other, each the one that explains most of what is left, and their shares."""
+def _pursued(columns: F64, added: F64, targets: I64) -> tuple[list[int], F64, Mask]:
+    """Columns taken one after the other, each the one that explains most of what is left, and their shares.
+
+    Then the rows that count: what a touched token's own row has too much is another thing than mass.
+    """
     size = np.sqrt((columns * columns).sum(axis=0))
     unit = columns / np.maximum(size, 1e-12 * size.max())
     support: list[int] = []
     shares: F64 = np.zeros(0)
-    left = added
+    left, plain = added, np.ones(len(added), np.bool_)
     for _ in range(min(_MOST, len(added) // 4)):
-        gain = unit.T @ left
+        gain = unit[plain].T @ left[plain]
         gain[support] = 0.0
         gain[-1] = max(gain[-1], 0.0)  # padding only adds
         support.append(int(np.abs(gain).argmax()))
-        shares = np.asarray(np.linalg.lstsq(columns[:, support], added, rcond=None)[0], np.float64)
-        left = added - columns[:, support] @ shares
-        if np.abs(left).sum() < _NOISE * np.abs(added).sum():
+        without = ~np.isin(targets, support)
+        if without.sum() < _LEAST:
             break
-    return support, shares
+        plain = without
+        shares = np.asarray(np.linalg.lstsq(columns[plain][:, support], added[plain], rcond=None)[0], np.float64)
+        left = added - columns[:, support] @ shares
+        if np.abs(left[plain]).sum() < _NOISE * np.abs(added[plain]).sum():
+            break
+    return support[: len(shares)], shares, plain
 
 
 def _said(support: list[int], shares: F64, explained: float, padding: int, scale: float) -> Suggestion:

@@ -9,7 +9,7 @@ import numpy as np
 from auditor.causes.altered import altered_weights
 from auditor.causes.context import cut_in_front, more_in_front, part_of_the_prompt
 from auditor.causes.context_parallel import slice_edges
-from auditor.causes.evidence import SETTLED, Evidence, Suggestion
+from auditor.causes.evidence import SETTLED, STRONG, Evidence, Suggestion
 from auditor.causes.filler import filler
 from auditor.causes.head import low_precision_head, low_precision_output, low_precision_values
 from auditor.causes.kv import boundary, lost_blocks, stale_kv
@@ -39,6 +39,7 @@ Compute = Callable[[Evidence, Oracle], Iterator[Suggestion]]
 Pattern = Callable[[Evidence, float | None], Iterator[Suggestion]]
 
 _PIECES: Final = 4
+_ALL_BUT_NOISE: Final = 0.99 * STRONG  # a prediction that leaves a hundredth: in other roundings it would be exact
 _FAR_BELOW: Final = 0.01  # times rounding: what no other value inside of the model makes
 
 # Read off the values alone.
@@ -97,8 +98,9 @@ def diagnose(evidence: Evidence, oracle: Oracle | None) -> tuple[Suggestion, ...
         return ()
     found = [suggestion for read in READ for suggestion in read(evidence)]
     if oracle is not None and not _settled(found):
-        found += _computed(evidence, oracle)
-        if not _settled(found):
+        computed = _computed(evidence, oracle)
+        found += computed
+        if not _explained(computed):
             found += _in_pieces(evidence, oracle)
     if not _settled(found):
         noise = None if oracle is None else oracle.noise
@@ -123,7 +125,7 @@ def _computed(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
             if compute is split_sums and not evidence.alone and _within(BEYOND_BY_BOTH, evidence, oracle):
                 break
             found += compute(evidence, oracle)
-            if _settled(found) or (compute is split_sums and _within(_FAR_BELOW, evidence, oracle)):
+            if _explained(found) or (compute is split_sums and _within(_FAR_BELOW, evidence, oracle)):
                 break
     except OutOfBudget:
         return found
@@ -151,6 +153,11 @@ def _within(times: float, evidence: Evidence, oracle: Oracle) -> bool:
     if oracle.noise is None:
         oracle.noise = rounding_noise(oracle)
     return float(np.median(np.abs(evidence.delta[evidence.differs]))) < times * oracle.noise
+
+
+def _explained(computed: list[Suggestion]) -> bool:
+    """Whether a prediction is right but for roundings."""
+    return any(suggestion.score >= _ALL_BUT_NOISE for suggestion in computed)
 
 
 def _settled(suggestions: list[Suggestion]) -> bool:

@@ -1,6 +1,6 @@
 """What the causes are made of: each is right of the fault that it is for, down to the place, and says nothing else."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,8 @@ from auditor.judge import ReferenceLogprobs
 from auditor.preconditions import first_failure
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Bits, Reference
+from tests.auditor.diagnosis import certain, evidence_of, said
 from tests.auditor.samples import RESPONSE, pair
-
-Compute = Callable[[Evidence, Oracle], Iterator[Suggestion]]
 
 
 @pytest.fixture(scope="module")
@@ -47,32 +46,6 @@ def world() -> World:
 def sample(world: World) -> Drawn:
     (drawn,) = world.draw(1, 24, 72)
     return drawn
-
-
-def evidence_of(world: World, sample: Drawn, wrong: Logprobs) -> Evidence:
-    rollout, trainer = world.records(sample)
-    return Evidence(wrong, trainer.logprobs, rollout.mask, rollout, rollout, trainer)
-
-
-def oracle_of(world: World, sample: Drawn) -> Oracle:
-    response = len(sample.tokens) - sample.prompt
-    decoder, heat = world.decoder(sample.version), sample.temperature
-    versions = range(1, VERSIONS + 1)
-    return Oracle(decoder, sample.tokens, sample.prompt, heat, (0, response), versions, world.decoder)
-
-
-def said(compute: Compute, world: World, sample: Drawn, wrong: Logprobs) -> Suggestion | None:
-    """The best that one search says of the sample."""
-    found = list(compute(evidence_of(world, sample, wrong), oracle_of(world, sample)))
-    return max(found, key=lambda suggestion: suggestion.score, default=None)
-
-
-def certain(compute: Compute, world: World, sample: Drawn, wrong: Logprobs, cause: str, *words: str) -> None:
-    suggestion = said(compute, world, sample, wrong)
-    assert suggestion is not None
-    assert (suggestion.cause, suggestion.score) == (cause, CERTAIN), suggestion
-    for word in words:
-        assert word in suggestion.evidence
 
 
 def changed(world: World, sample: Drawn, change: Callable[[str, Bits, Bits], Bits], version: int) -> Logprobs:

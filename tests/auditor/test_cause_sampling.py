@@ -1,0 +1,125 @@
+"""What a sampler does to logits: penalties and their scope, filters beside a temperature, allowed sets, lost shards."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from auditor.causes.evidence import STRONG
+from auditor.causes.head import low_precision_head
+from auditor.causes.logits import logit_processor
+from auditor.causes.shards import one_shard
+from auditor.causes.softmax import touched_tokens
+from auditor.causes.truncation import truncation
+from auditor.faults.blind import nucleus
+from auditor.faults.suite import filtered, logits_of, read_off
+from auditor.faults.world import Drawn, World
+from tests.auditor.diagnosis import certain, said
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(None, seed=6)
+
+
+@pytest.fixture(scope="module")
+def sample(world: World) -> Drawn:
+    (drawn,) = world.draw(1, 24, 72)
+    return replace(drawn, temperature=0.85)
+
+
+def each_row(world: World, s: Drawn, change: Callable[[np.ndarray, int], None]) -> np.ndarray:
+    """change: gets a row of logits and how many tokens stand in front."""
+    logits = logits_of(world, s)
+    for at, row in enumerate(logits):
+        change(row, s.prompt + at)
+    return read_off(world, s, logits)
+
+
+def test_penalties_are_told_apart_by_their_numbers_and_by_what_they_count(world: World, sample: Drawn) -> None:
+    def repeated(row: np.ndarray, end: int) -> None:
+        seen = np.unique(sample.tokens[end - 19 : end])
+        row[seen] = np.where(row[seen] > 0, row[seen] / np.float32(1.05), row[seen] * np.float32(1.05))
+
+    wrong = each_row(world, sample, repeated)
+    certain(logit_processor, world, sample, wrong, "logit_processor", "repetition penalty of 1.05 on the last 19")
+
+    def counted(row: np.ndarray, end: int) -> None:
+        ids, times = np.unique(sample.tokens[sample.prompt : end], return_counts=True)
+        row[ids] = row[ids] - np.float32(0.25) * times.astype(np.float32) - np.float32(0.5)
+
+    wrong = each_row(world, sample, counted)
+    both = "presence penalty of 0.5 and a frequency penalty of 0.25 on the response"
+    certain(logit_processor, world, sample, wrong, "logit_processor", both)
+
+
+def test_tokens_that_may_not_come_again_are_found(world: World, sample: Drawn) -> None:
+    def barred(row: np.ndarray, end: int) -> None:
+        drawn = row[sample.tokens[end]]
+        row[sample.tokens[end - 5 : end]] = -np.inf
+        row[sample.tokens[end]] = drawn
+
+    wrong = each_row(world, sample, barred)
+    certain(logit_processor, world, sample, wrong, "logit_processor", "no token of the last 5 tokens once more")
+
+
+def test_a_touched_token_s_own_rows_do_not_hide_the_others(world: World, sample: Drawn) -> None:
+    ids, times = np.unique(sample.tokens[sample.prompt :], return_counts=True)
+    logits = logits_of(world, sample)
+    logits[:, ids[np.argsort(-times)[:3]]] += np.array([2.0, 0.7, -1.5], np.float32)
+    certain(touched_tokens, world, sample, read_off(world, sample, logits), "logit_processor", "3 tokens")
+
+
+def test_a_filter_is_found_beside_another_temperature(world: World, sample: Drawn) -> None:
+    def keep(p: np.ndarray) -> np.ndarray:
+        among = np.where(p >= np.sort(p)[-20], p, 0.0)
+        kept: np.ndarray = nucleus(0.95)(among / among.sum()) & (among > 0)
+        return kept
+
+    wrong = filtered(keep)(world, replace(sample, temperature=0.6))
+    certain(truncation, world, sample, wrong, "truncated_sampling", "top_k 20", "temperature 0.6 where 0.85")
+
+
+def test_a_filter_by_the_square_of_the_likeliest_is_one(world: World, sample: Drawn) -> None:
+    suggestion = said(truncation, world, sample, filtered(lambda p: p >= 0.1 * p.max() ** 2)(world, sample))
+    assert suggestion is not None
+    assert suggestion.cause == "truncated_sampling"
+    assert "top_a" in suggestion.evidence
+
+
+def test_allowed_tokens_are_no_filter_of_the_likeliest(world: World, sample: Drawn) -> None:
+    random = np.random.default_rng(3)
+
+    def allowed(row: np.ndarray, end: int) -> None:
+        if end % 3 == 0:
+            gone = np.ones(len(row), np.bool_)
+            gone[random.choice(331, 30, replace=False)] = False
+            gone[sample.tokens[end]] = False
+            row[gone] = -np.inf
+
+    suggestion = said(truncation, world, sample, each_row(world, sample, allowed))
+    assert suggestion is not None
+    assert suggestion.cause == "logit_processor"
+
+
+@pytest.mark.parametrize(("gone", "name"), [(np.s_[96:144], "96 to 143"), (np.s_[300:], "300 to 330")])
+def test_a_part_of_the_vocabulary_that_is_not_in_the_sum_is_named(
+    world: World, sample: Drawn, gone: slice, name: str
+) -> None:
+    z = (logits_of(world, sample)[:, :331] / sample.temperature).astype(np.float64)
+    chosen = z[np.arange(len(z)), sample.tokens[sample.prompt :]]
+    wrong = (chosen - np.log(np.exp(np.delete(z, gone, axis=1)).sum(axis=1))).astype(np.float32)
+    suggestion = said(one_shard, world, sample, wrong)
+    assert suggestion is not None
+    assert suggestion.cause == "vocabulary"
+    assert suggestion.score >= 0.99 * STRONG
+    assert name in suggestion.evidence
+
+
+def test_a_softmax_in_16_bits_is_found_step_by_step(world: World, sample: Drawn) -> None:
+    z = (logits_of(world, sample)[:, :331] / np.float32(sample.temperature)).astype(np.float16)
+    e = np.exp((z - z.max(axis=1, keepdims=True)).astype(np.float16))
+    p = (e / e.sum(axis=1, dtype=np.float32, keepdims=True)).astype(np.float16)
+    wrong = np.log(p[np.arange(len(z)), sample.tokens[sample.prompt :]].astype(np.float32))
+    certain(low_precision_head, world, sample, wrong, "bf16_head", "a softmax in fp16")
