@@ -7,6 +7,9 @@ import numpy as np
 from auditor.causes.evidence import Evidence, Suggestion
 
 _REACH = 2  # tokens on each side of an edge
+_PARTS = (2, 4, 8, 16, 3, 6, 12, 5, 7, 9, 10, 14)
+_SHORTEST = 6  # tokens of a slice
+_MOST_EDGES = 0.7
 _SPIKE = 1e-3  # below this a difference is one of rounding
 
 
@@ -15,7 +18,7 @@ def slice_edges(evidence: Evidence) -> Iterator[Suggestion]:
     size = np.abs(evidence.delta)
     total = len(evidence.rollout.tokens)
     stated = {evidence.rollout.layout.cp_size, evidence.trainer.layout.cp_size} - {0, 1}
-    for parts in sorted(stated) or (2, 4, 8):
+    for parts in sorted(stated) or (2, 4, 8, 3, 6):
         # Causal balancing gives a rank two slices, so there are edges at halves of a slice too.
         for slices in (parts, 2 * parts):
             edges = np.unique(np.round(np.arange(1, slices) * total / slices))
@@ -37,11 +40,27 @@ def slice_edges(evidence: Evidence) -> Iterator[Suggestion]:
 
 
 def sliced_at(evidence: Evidence, at: np.ndarray) -> int:
-    """Into how many slices a sequence is cut where these response tokens stand, one each, at the edges; 0 into none."""
-    total, positions = len(evidence.rollout.tokens), evidence.positions[at]
-    for parts in (2, 4, 8, 16):
-        edges = np.unique(np.round(np.arange(1, parts) * total / parts))
-        near = np.abs(positions[:, None] - edges[None, :]) <= 1
-        if len(positions) >= 2 and near.any(axis=1).all() and near.sum(axis=0).max() == 1:
+    """Into how many slices a sequence is cut where these response tokens stand, one each, at the edges; 0 into none.
+
+    Nearly all edges of the response must be among them: of many slices, some have edges anywhere.
+    """
+    positions = evidence.positions[at]
+    for parts, edges in slicings(len(evidence.rollout.tokens)):
+        inside = edges[(edges >= evidence.positions[0]) & (edges <= evidence.positions[-1])]
+        near = np.abs(positions[:, None] - inside[None, :]) <= 1
+        if len(positions) < 2 or not near.any(axis=1).all():
+            continue
+        hit = near.sum(axis=0)
+        if hit.max() == 1 and hit.sum() >= _MOST_EDGES * inside.size:
             return parts
     return 0
+
+
+def slicings(total: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Numbers of slices, the common ones first, and the inner edges of so many tokens in them: even, or padded."""
+    for parts in _PARTS:
+        if total >= _SHORTEST * parts:
+            yield parts, np.unique(np.round(np.arange(1, parts) * total / parts).astype(np.int64))
+            size = -(-total // (2 * parts)) * 2
+            if size * parts != total:
+                yield parts, np.arange(size, total, size)

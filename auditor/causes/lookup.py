@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.context_parallel import sliced_at
+from auditor.causes.context_parallel import sliced_at, slicings
 from auditor.causes.evidence import CERTAIN, IN_PART, STRONG, Evidence, Suggestion
 from auditor.causes.oracle import Oracle
 
@@ -19,7 +19,6 @@ _ENOUGH: Final = 0.9
 _LEAST: Final = 8
 _BESIDE: Final = 4  # tokens away
 _RUNS: Final = 12  # pieces of an order that are told
-_SLICE: Final = 6  # tokens that a slice has at least
 _NEAR: Final = 1
 
 
@@ -89,8 +88,8 @@ def _slices(evidence: Evidence, starts: list[int], origin: np.ndarray) -> int:
     total, prompt = len(evidence.rollout.tokens), evidence.rollout.prompt_len
     places = np.array([*starts, *(int(origin[at]) for at in starts)]) + prompt
     inner = places[places > prompt]
-    for parts in (parts for parts in (2, 4, 8, 16) if total >= _SLICE * parts):
-        edges = np.round(np.arange(parts + 1) * total / parts)
-        if (np.abs(inner[:, None] - edges[None, :]).min(axis=1) <= _NEAR).all():
+    for parts, edges in slicings(total):
+        near = (np.abs(inner[:, None] - np.r_[0, edges, total][None, :]).min(axis=1) <= _NEAR).all()
+        if near and 2 * len(starts) >= parts:  # of many slices, some have edges anywhere
             return parts
     return 0

@@ -9,6 +9,7 @@ import pytest
 from auditor.causes.evidence import STRONG
 from auditor.causes.head import low_precision_head
 from auditor.causes.logits import logit_processor
+from auditor.causes.lookup import other_token
 from auditor.causes.shards import one_shard
 from auditor.causes.softmax import touched_tokens
 from auditor.causes.truncation import truncation
@@ -123,3 +124,16 @@ def test_a_softmax_in_16_bits_is_found_step_by_step(world: World, sample: Drawn)
     p = (e / e.sum(axis=1, dtype=np.float32, keepdims=True)).astype(np.float16)
     wrong = np.log(p[np.arange(len(z)), sample.tokens[sample.prompt :]].astype(np.float32))
     certain(low_precision_head, world, sample, wrong, "bf16_head", "a softmax in fp16")
+
+
+@pytest.mark.parametrize(("parts", "named"), [(5, "context_parallel"), (6, "context_parallel"), (0, "other_token")])
+def test_labels_that_are_wrong_at_the_edges_of_any_number_of_slices_are_told(
+    world: World, sample: Drawn, parts: int, named: str
+) -> None:
+    targets, total = sample.tokens[sample.prompt :].copy(), len(sample.tokens)
+    edges = [round(i * total / parts) for i in range(1, parts)] if parts else [33, 41, 70]
+    for edge in (edge for edge in edges if edge >= sample.prompt):
+        targets[edge - sample.prompt] = (targets[edge - sample.prompt] + 9) % 331
+    suggestion = said(other_token, world, sample, read_off(world, sample, logits_of(world, sample), targets))
+    assert suggestion is not None
+    assert suggestion.cause == named
