@@ -23,6 +23,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from auditor.codec import decode, encode
+from auditor.command import end
 from auditor.compare import Logprobs
 from auditor.errors import AuditorError, NotFoundError, RecordError
 from auditor.judge import Judgement
@@ -111,15 +112,19 @@ def from_bytes(content: bytes) -> Capsule:
     if not (isinstance(rollout, RolloutRecord) and isinstance(trainer, TrainerRecord)):
         raise RecordError("the capsule's records are not one of each side")
     raw = parts.get("reference.f32")
+    if raw is not None and len(raw) != 4 * rollout.response_len:
+        raise RecordError(f"reference.f32 of the capsule has {len(raw)} bytes, not 4 for each response token")
     return Capsule(rollout, trainer, judgement, None if raw is None else np.frombuffer(raw, "<f4").astype(np.float32))
 
 
 def read_capsule(path: Path) -> Capsule:
-    """The capsule in a file."""
+    """The capsule in a file; RecordError names the file."""
     try:
         return from_bytes(path.read_bytes())
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from None
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
 
 
 def _part(archive: zipfile.ZipFile, name: str) -> bytes:
@@ -130,12 +135,14 @@ def _part(archive: zipfile.ZipFile, name: str) -> bytes:
 
 def main(arguments: list[str]) -> int:
     """Freeze one sample; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m auditor.capsule", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m auditor.capsule", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ledger", help="file of the ledger, or a postgresql:// URL")
-    parser.add_argument("run")
-    parser.add_argument("step", type=int)
-    parser.add_argument("sample")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("run", help="its run_id")
+    parser.add_argument("step", type=int, help="its step, from 0")
+    parser.add_argument("sample", help="its sample_id, as the page, the API and the alert name it")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the capsule goes")
     given: Any = parser.parse_args(arguments)
     try:
         if not 0 <= given.step <= 2**53:
@@ -151,4 +158,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end("capsule", main)

@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from auditor.bearer import bearer
 from auditor.codec import to_wire
 from auditor.errors import RecordError
 from auditor.outbox import Outbox
@@ -70,7 +71,7 @@ class AuditClient:
 
     address: host:port of the auditor's gRPC. spool_dir: may be shared between clients. queue_size, queue_bytes: of what
     waits in memory. token: bearer token, where the auditor asks for one, or a function that gives the one in force.
-    credentials: for TLS; None speaks plain text.
+    credentials: for TLS; None speaks plain text. ConfigError: a token that no call can carry.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class AuditClient:
         credentials: grpc.ChannelCredentials | None = None,
         spool_limit_bytes: int = 1 << 30,
     ) -> None:
+        if isinstance(token, str) and token:
+            bearer(token)
         self.run_id = run_id
         self._queue = Outbox(queue_size, queue_bytes)
         self._spool = Spool(Path(spool_dir), spool_limit_bytes)
@@ -324,10 +327,10 @@ class AuditClient:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         try:
             token = self._token()
-        except OSError as error:
+            return (("authorization", bearer(token)),) if token else ()
+        except (OSError, ValueError) as error:  # ValueError: a file that is no UTF-8, and what no header can carry
             log.warning("the auditor's token cannot be read now: %s", error)
             return ()
-        return (("authorization", f"Bearer {token}"),) if token else ()
 
     def _tally(self, receipts: pb.Receipts) -> None:
         outcomes = [receipt.outcome for receipt in receipts.receipts]

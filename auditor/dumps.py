@@ -3,7 +3,8 @@
 A row names `side` (rollout, trainer), `step`, `sample_id` and the fields of `auditor.records`, nested ones with a dot
 (`sampling.temperature`). Log-probabilities come as `logprobs` (numbers) or `logprob_bits` (eight hex digits each).
 Fields that every row shares come from defaults. What is unknown is left out or null; what is no field is refused, and
-so are a key that is there twice, a null among numbers, a number beyond fp32, and an id that is no whole number.
+so are a key or column that is there twice, a null among numbers, a number beyond fp32, and an id that is no whole
+number.
 """
 
 import json
@@ -40,13 +41,16 @@ _UNKNOWN: Final[Mapping[str, Any]] = {
 
 
 def read_dump(path: Path, defaults: Mapping[str, Any]) -> Iterator[Record]:
-    """Every record of a .jsonl, .json or .parquet file; RecordError names the row."""
+    """Every record of a .jsonl, .json or .parquet file; RecordError names the row, or says that there is none."""
+    number = 0
     rows = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
     for number, row in enumerate(rows, 1):
         try:
             yield record_of({**defaults, **row})
         except (RecordError, TypeError, ValueError, OverflowError) as error:
             raise RecordError(f"{path}, row {number}: {error}") from None
+    if number == 0:
+        raise RecordError(f"{path} holds no row; it needs at least one record")
 
 
 def record_of(row: Mapping[str, Any]) -> Record:
@@ -70,7 +74,12 @@ def record_of(row: Mapping[str, Any]) -> Record:
 
 
 def _decode_arrays(values: dict[str, Any], kind: type) -> None:
+    for name in ("logprobs", "logprob_bits", "tokens", "mask"):
+        if name in values and not _is_flat(values[name]):
+            raise RecordError(f"{name} is no list of single values")
     if "logprob_bits" in values:
+        if "logprobs" in values:
+            raise RecordError("logprobs and logprob_bits are both there; give one of them")
         values["logprobs"] = _of_bits(values.pop("logprob_bits"))
     elif "logprobs" in values:
         values["logprobs"] = _fp32(values["logprobs"])
@@ -82,6 +91,13 @@ def _decode_arrays(values: dict[str, Any], kind: type) -> None:
         values["mask"] = _mask(values["mask"])
     elif "logprobs" in values:
         values["mask"] = np.ones(len(values["logprobs"]), np.bool_)
+
+
+def _is_flat(values: Any) -> bool:
+    """Whether it is a list, or an array with one axis, that holds no list."""
+    if isinstance(values, np.ndarray):
+        return values.ndim == 1
+    return isinstance(values, list | tuple) and not any(isinstance(value, list | tuple | dict) for value in values)
 
 
 def _of_bits(texts: Any) -> np.ndarray:
@@ -175,7 +191,12 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
     except ImportError:
         raise RecordError(f"{path}: a .parquet file needs pyarrow; install it or give .jsonl") from None
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        for name in names:
+            if names.count(name) > 1:
+                raise RecordError(f"{path}: column {name!r} is there twice")
+        for batch in file.iter_batches(batch_size=256):
             yield from batch.to_pylist()
     except FileNotFoundError:
         raise

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
+from auditor.bearer import bearer
 from auditor.errors import ConfigError
 from auditor.yaml_tree import read_yaml
 
@@ -97,7 +98,15 @@ def _read_one(path: Path) -> dict[bytes, Grant]:
     token = _text("token_file", path).strip()
     if not token:
         raise ConfigError(f"token_file {path} is empty; it holds the bearer token")
-    return {hashlib.sha256(token.encode()).digest(): EVERYTHING}
+    return {_digest(token, f"token_file {path}"): EVERYTHING}
+
+
+def _digest(token: str, where: str) -> bytes:
+    try:
+        bearer(token)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return hashlib.sha256(token.encode()).digest()
 
 
 def _read_many(path: Path) -> dict[bytes, Grant]:
@@ -126,9 +135,9 @@ def _entry(where: str, entry: Any) -> tuple[bytes, Grant]:
     if ("token" in entry) == ("sha256" in entry):
         raise ConfigError(f"{where}: give either sha256 or token")
     if "token" in entry:
-        if not isinstance(entry["token"], str) or not entry["token"].strip():
+        if not isinstance(entry["token"], str):
             raise ConfigError(f"{where}: token must be text")
-        return hashlib.sha256(entry["token"].strip().encode()).digest(), Grant(name, tuple(runs))
+        return _digest(entry["token"].strip(), where), Grant(name, tuple(runs))
     try:
         digest = bytes.fromhex(entry["sha256"])
     except (TypeError, ValueError):

@@ -6,6 +6,7 @@ fast as receipts come back. Prints token pairs a second and the latency from a b
 
 import argparse
 import json
+import math
 import sys
 import threading
 import time
@@ -17,30 +18,40 @@ import numpy as np
 
 from auditor.client import MAX_MESSAGE_BYTES
 from auditor.codec import to_wire, varint
+from auditor.command import end
 from auditor.contracts import known_contracts
+from auditor.errors import ConfigError
 from auditor.proto import audit_pb2 as pb
 from auditor.records import Environment, Layout, Positions, RolloutRecord, Sampling, TrainerRecord
 
 _PROMPT = 64
 _VOCAB = 32_768
+_BYTES_A_TOKEN = 12  # of the two records of a sample: a token id and two log-probabilities
 _METHOD = "/audit.v1.AuditService/Submit"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the load; the exit code is 1 where a record was not accepted."""
-    parser = argparse.ArgumentParser(prog="python -m auditor.load", description=__doc__)
+    """Run the load; the exit code: 1 where a record was not accepted, 2 where the flags are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m auditor.load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--address", required=True, help="host:port of the auditor's gRPC")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8, help="samples a batch, two records each")
     parser.add_argument("--tokens", type=int, default=4096, help="response tokens a record")
     parser.add_argument("--samples-per-step", type=int, default=512)
-    parser.add_argument("--run", default="load")
+    parser.add_argument("--run", default="load", help="run_id; another one each time, for names are taken once")
     given = parser.parse_args(arguments)
+    try:
+        _check(given)
+    except ConfigError as error:
+        print(f"load: {error}", file=sys.stderr)
+        return 2
     latencies: list[float] = []
     failures: list[str] = []
     threads = [
-        threading.Thread(target=_stream, args=(given, i, latencies, failures), name=f"stream-{i}")
+        threading.Thread(target=_stream, args=(given, i, latencies, failures), name=f"stream-{i}", daemon=True)
         for i in range(given.streams)
     ]
     started = time.monotonic()
@@ -62,6 +73,20 @@ def main(arguments: list[str]) -> int:
     return 1 if failures or not latencies else 0
 
 
+def _check(given: Any) -> None:
+    for name in ("streams", "batch", "tokens", "samples_per_step"):
+        if getattr(given, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(given, name)}: it must be 1 or more")
+    if not (math.isfinite(given.seconds) and given.seconds > 0):
+        raise ConfigError(f"--seconds {given.seconds:g}: a number above 0 is expected")
+    size = given.batch * _BYTES_A_TOKEN * given.tokens
+    if size > MAX_MESSAGE_BYTES:
+        raise ConfigError(
+            f"--batch {given.batch} of --tokens {given.tokens} makes a message of {size} bytes; the limit is"
+            f" {MAX_MESSAGE_BYTES}"
+        )
+
+
 def _stream(given: Any, number: int, latencies: list[float], failures: list[str]) -> None:
     channel = grpc.insecure_channel(given.address, (("grpc.max_send_message_length", MAX_MESSAGE_BYTES),))
     # Requests are put together as bytes: what is measured is the auditor, on cores that it shares with this program.
@@ -79,7 +104,11 @@ def _stream(given: Any, number: int, latencies: list[float], failures: list[str]
             failures.append(f"{error.code()}: {error.details()}")
             return
         latencies.append(time.monotonic() - begun)
-        failures += [f"{r.code}: {r.detail}" for r in receipts if r.outcome != pb.OUTCOME_ACCEPTED]
+        for receipt in receipts:
+            if receipt.outcome == pb.OUTCOME_DUPLICATE:
+                failures.append(f"duplicate: run {given.run!r} holds these records; choose another --run")
+            elif receipt.outcome != pb.OUTCOME_ACCEPTED:
+                failures.append(f"{receipt.code}: {receipt.detail}")
     channel.close()
 
 
@@ -128,4 +157,4 @@ def _records(run_id: str, tokens: int, seed: int) -> tuple[pb.Record, pb.Record]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end("load", main)

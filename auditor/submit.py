@@ -1,8 +1,10 @@
 """Send dumped log-probabilities to an auditor: `python -m auditor.submit FILE --address HOST:PORT --run NAME`.
 
 FILE is JSON lines or Parquet, see `auditor.dumps`; or the folder in which a client that has ended left records that the
-auditor did not get (a run's `spool/rollout-0`), which name their own run. Exit code 0 where everything was taken, 1
-where something was refused or not delivered, 2 where the file or the flags are wrong.
+auditor did not get (a run's `spool/rollout-0`), which name their own run.
+
+Exit code 0: everything was taken. 1: something was refused or not delivered. 2: the file or the flags are wrong. 130:
+interrupted. What was taken is not counted twice when it is sent again.
 """
 
 import argparse
@@ -12,7 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import grpc
+
+from auditor.bearer import bearer
 from auditor.client import AuditClient, Counts
+from auditor.command import end
 from auditor.dumps import read_dump
 from auditor.errors import AuditorError, ConfigError
 from auditor.records import RolloutRecord
@@ -20,22 +26,23 @@ from auditor.records import RolloutRecord
 
 def main(arguments: list[str]) -> int:
     """Send the file; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m auditor.submit", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m auditor.submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path, help="a dump, or the folder of a client's spool")
     parser.add_argument("--address", required=True, help="host:port of the auditor's gRPC")
     parser.add_argument("--run", help="run_id of every record of a dump")
     parser.add_argument("--defaults", type=Path, help="JSON object with fields that every row shares")
-    parser.add_argument("--token-file", type=Path)
+    parser.add_argument("--token-file", type=Path, help="file with the bearer token, where the auditor asks for one")
+    parser.add_argument("--tls-ca", type=Path, help="PEM authority of the auditor's certificate; without it plain text")
+    parser.add_argument("--tls-certificate", type=Path, help="PEM certificate to show, where the auditor wants one")
+    parser.add_argument("--tls-key", type=Path, help="PEM key of that certificate")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the auditor at the end")
     given = parser.parse_args(arguments)
     try:
         if not 0 <= given.timeout <= 1e9:
             raise ConfigError(f"--timeout {given.timeout:g}: seconds are expected")
-        token = given.token_file.read_text("utf-8").strip() if given.token_file else None
-        if given.file.is_dir():
-            counts = _send_spool(given.file, given.address, token, given.timeout)
-        else:
-            counts = _send_dump(given, token)
+        counts = _send_spool(given) if given.file.is_dir() else _send_dump(given)
     except (AuditorError, OSError) as error:
         print(f"submit: {error}", file=sys.stderr)
         return 2
@@ -47,20 +54,20 @@ def main(arguments: list[str]) -> int:
     return 0 if counts.refused + waiting == 0 else 1
 
 
-def _send_spool(folder: Path, address: str, token: str | None, timeout: float) -> Counts:
-    client = AuditClient(address, "", spool_dir=folder, token=token)
+def _send_spool(given: argparse.Namespace) -> Counts:
+    client = _client(given, "", given.file)
     if not client.counts.spooled:
         client.close(0)
-        raise ConfigError(f"{folder} holds no batch of a client's spool")
-    return client.close(timeout)
+        raise ConfigError(f"{given.file} holds no batch of a client's spool")
+    return client.close(given.timeout)
 
 
-def _send_dump(given: argparse.Namespace, token: str | None) -> Counts:
+def _send_dump(given: argparse.Namespace) -> Counts:
     if given.run is None:
         raise ConfigError(f"--run is needed for a dump such as {given.file}: the run_id of its records")
     defaults = _defaults(given.defaults, given.run)
     with tempfile.TemporaryDirectory() as spool:
-        client = AuditClient(given.address, given.run, spool_dir=spool, queue_size=1 << 20, token=token)
+        client = _client(given, given.run, Path(spool))
         try:
             for record in read_dump(given.file, defaults):
                 if isinstance(record, RolloutRecord):
@@ -75,12 +82,40 @@ def _send_dump(given: argparse.Namespace, token: str | None) -> Counts:
     return counts
 
 
+def _client(given: argparse.Namespace, run: str, spool: Path) -> AuditClient:
+    host, _, port = given.address.rpartition(":")
+    if not host or "://" in host or not (port.isascii() and port.isdigit()):
+        raise ConfigError(f"--address {given.address!r} is no host:port, such as 127.0.0.1:50051")
+    credentials = None
+    if given.tls_ca is not None:
+        files = (given.tls_ca, given.tls_key, given.tls_certificate)
+        credentials = grpc.ssl_channel_credentials(*(file.read_bytes() if file else None for file in files))
+    elif given.tls_certificate is not None or given.tls_key is not None:
+        raise ConfigError("--tls-certificate and --tls-key need --tls-ca")
+    if (given.tls_certificate is None) != (given.tls_key is None):
+        raise ConfigError("--tls-certificate and --tls-key are given together or not at all")
+    return AuditClient(
+        given.address, run, spool_dir=spool, queue_size=1 << 20, token=_token(given.token_file), credentials=credentials
+    )
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    token = path.read_text("utf-8", "replace").strip()
+    try:
+        bearer(token)
+    except ConfigError as error:
+        raise ConfigError(f"--token-file {path}: {error}") from None
+    return token
+
+
 def _defaults(path: Path | None, run: str) -> dict[str, Any]:
     if path is None:
         return {"run_id": run}
     try:
         values = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: an object is expected")
@@ -88,4 +123,4 @@ def _defaults(path: Path | None, run: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end("submit", main)

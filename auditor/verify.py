@@ -9,6 +9,7 @@ for drift, which is not in the chain.
 import argparse
 import sys
 
+from auditor.command import end
 from auditor.errors import AuditorError, ChainError, ConfigError
 from auditor.storage.chain import verify
 from auditor.storage.database import open_database
@@ -16,7 +17,9 @@ from auditor.storage.database import open_database
 
 def main(arguments: list[str]) -> int:
     """Verify; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m auditor.verify", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m auditor.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ledger", help="file of the ledger, or a postgresql:// URL")
     parser.add_argument("--head", default="", help="hash of an earlier last entry that must still be there")
     given = parser.parse_args(arguments)
@@ -44,4 +47,4 @@ def _bytes(text: str) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end("verify", main)

@@ -2,9 +2,10 @@
 
 Each side whose reported values differ from the reference is run again on the ops of our engines, call by call beside
 the reference: `strict`, `native` (Megatron-core's), `native-vllm` and `native-vllm-alone` (with no sequence beside
-it). Those that give the reported bits are believed, or else those that come nearest. `--rollout-ops` and `--trainer-
-ops` name the ops instead: one of these, `none`, or MODULE:NAME of a foreign engine's stand-in: a function that takes
-the reference (`rl_kernel.reference.ops.Reference`) and returns an object with its op methods, or a subclass of it.
+it). Those that give the reported bits are believed, or else those that come nearest. `--rollout-ops` and
+`--trainer-ops` name the ops instead: one of these, `none`, or MODULE:NAME of a foreign engine's stand-in: a function
+that takes the reference (`rl_kernel.reference.ops.Reference`) and returns an object with its op methods, or a subclass
+of it.
 
 Exit code 0 where every replayed side agrees with the reference, 1 where one differs, 2 where it cannot be replayed.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from auditor.capsule import Capsule, read_capsule
+from auditor.command import end
 from auditor.errors import AuditorError, ConfigError
 from auditor.object_store import StoreAccess
 from auditor.recompute_worker import Models, decoder_of, temperature_of
@@ -30,8 +32,10 @@ from rl_kernel.errors import RlKernelError
 
 def main(arguments: list[str]) -> int:
     """Replay a capsule; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m auditor.replay", description=__doc__)
-    parser.add_argument("capsule", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="python -m auditor.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("capsule", type=Path, help="file that `python -m auditor.capsule` or the API gave")
     parser.add_argument("--weights-root", required=True, help="folder or s3:// URL with v000001, v000002, …")
     parser.add_argument("--weights-cache", default="", help="folder for copies, where the root is a URL")
     parser.add_argument("--store-endpoint", default="", help="URL of an S3 service that is not Amazon's")
@@ -103,4 +107,4 @@ def _replay(question: Question, record: Record, name: str) -> Replayed:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end("replay", main)

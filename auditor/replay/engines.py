@@ -44,6 +44,8 @@ def _attribute(path: str, name: str) -> Any:
         found = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
+        if not callable(found):
+            raise AttributeError("it cannot be called")
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{name!r} cannot be loaded ({error}); give {', '.join(OURS)} or MODULE:NAME of ops of your own"

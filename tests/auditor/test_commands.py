@@ -1,6 +1,8 @@
 """The commands for people: submit dumps, verify a ledger."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -111,8 +113,12 @@ def test_a_row_with_the_least_is_a_record_of_unknowns() -> None:
         ({"sampling": 3}, "sampling is 3"),
         ({"sampling.heat": 3}, "'sampling.heat' is no field"),
         ({"logprobs": [-1.0]}, "logprobs has 1 values"),
-        ({"logprob_bits": ["zz"]}, "logprob_bits holds 'zz'; each is eight hex digits"),
-        ({"logprob_bits": ["1bf800000"]}, "each is eight hex digits"),
+        ({"logprobs": None, "logprob_bits": ["zz"]}, "logprob_bits holds 'zz'; each is eight hex digits"),
+        ({"logprobs": None, "logprob_bits": ["1bf800000"]}, "each is eight hex digits"),
+        ({"logprob_bits": ["3f800000"]}, "logprobs and logprob_bits are both there; give one of them"),
+        ({"logprobs": None, "logprob_bits": 5}, "logprob_bits is no list of single values"),
+        ({"logprobs": -1.0}, "logprobs is no list of single values"),
+        ({"tokens": [[1, 2], [3]]}, "tokens is no list of single values"),
         ({"tokens": [1.5] * 40}, "tokens is float64"),
         ({"tokens": [2**70] * 40}, "tokens is object"),
         ({"logprobs": [None] * 32}, "logprobs holds something that is no number"),
@@ -142,6 +148,7 @@ def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], said: str) -
     [
         ("d.jsonl", b'{"side": "rollout", "side": "trainer"}', "line 1: not JSON: key 'side' is there twice"),
         ("d.jsonl", b"[" * 100_000, "line 1: not JSON"),
+        ("d.jsonl", b"\n\n", "d.jsonl holds no row"),
         ("d.jsonl", b"\xff\xfe\x00", "line 1: not JSON"),
         ("d.parquet", b"PAR1 and more", "not a Parquet file that can be read"),
         ("d.parquet", b"", "not a Parquet file that can be read"),
@@ -157,6 +164,15 @@ def test_a_file_that_holds_no_rows_is_named(tmp_path: Path, name: str, content: 
     assert "\n" not in str(error.value)
 
 
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    names = ["side", "logprobs", "logprobs"]
+    table = arrow.Table.from_arrays([arrow.array(["rollout"]), arrow.array([[-1.0]]), arrow.array([[-2.0]])], names)
+    parquet.write_table(table, tmp_path / "d.parquet")
+    with pytest.raises(RecordError, match="column 'logprobs' is there twice"):
+        list(read_dump(tmp_path / "d.parquet", {"run_id": "r"}))
+
+
 def test_what_is_null_or_left_out_of_an_object_is_unknown() -> None:
     row = {**row_of(pair()[0], bits=False), "layout": {"tp_size": 2}, "sampling.seed": None, "run_id": "r"}
     record = record_of(row)
@@ -170,9 +186,17 @@ def test_what_is_null_or_left_out_of_an_object_is_unknown() -> None:
         ("auditor.faults --model {folder}", "faults: {folder}/config.json does not exist"),
         ("auditor.replay {folder} --weights-root {folder}", "Is a directory"),
         ("auditor.verify {folder}", "verify: ledger {folder}"),
+        ("auditor.verify \udcff", "verify: argument '\\udcff' is not UTF-8 text"),
+        ("auditor.load --address 127.0.0.1:9 --batch 0", "load: --batch 0: it must be 1 or more"),
+        ("auditor.load --address 127.0.0.1:9 --seconds nan", "load: --seconds nan: a number above 0"),
+        ("auditor.load --address 127.0.0.1:9 --tokens 1000000", "load: --batch 8 of --tokens 1000000 makes a message"),
+        ("auditor.submit {folder}/d --run r --address http://a:1", "--address 'http://a:1' is no host:port"),
+        ("auditor.submit {folder}/d --run r --address a:1 --token-file {folder}/d", "must be one line of printable"),
+        ("auditor.submit {folder}/d --run r --address a:1 --tls-key {folder}/d", "need --tls-ca"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_code_2(tmp_path: Path, command: str, said: str) -> None:
+    (tmp_path / "d").write_bytes(b"\xff\n")
     done = run(*command.format(folder=tmp_path).split())
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert said.format(folder=tmp_path) in done.stderr
@@ -183,6 +207,22 @@ def test_a_file_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) ->
     assert done.returncode == 2
     assert "none.jsonl" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_says_so_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    """It waits for an auditor that is not there, and leaves no folder behind."""
+    file = dump(tmp_path / "d.jsonl", 1)
+    command = [sys.executable, "-m", "auditor.submit", str(file), "--address", "127.0.0.1:9", "--run", "r"]
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert process.stderr is not None
+    assert "takes no records" in process.stderr.readline()
+    process.send_signal(number)
+    assert process.wait(20) == 130
+    assert process.stderr.read() == "submit: interrupted\n"
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 def test_verify_says_yes_and_no(tmp_path: Path) -> None:

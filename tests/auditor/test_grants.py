@@ -76,6 +76,7 @@ def test_tokens_are_read_again_and_a_broken_file_leaves_the_last_good_ones(tmp_p
         ("- {name: 2026-99-99, token: s3cret, runs: [a]}", "cannot be read; put it in quotes"),
         ("- {token: s3cret, runs: [a]}", "entry 1: name is missing"),
         ("- {name: a, token: s3cret}", "entry 1: runs must be a list"),
+        ('- {name: a, token: "s3cret\\u00e9", runs: [a]}', "entry 1: the token must be one line of printable ASCII"),
         ("- {name: a, token: s3cret, runs: []}", "entry 1: runs must be a list"),
         ("- {name: a, runs: [a]}", "give either sha256 or token"),
         ("- {name: a, sha256: abc, runs: [a]}", "64 hex digits"),
@@ -91,6 +92,20 @@ def test_a_file_that_says_nothing_clear_is_refused_in_one_line_without_the_token
         Grants(None, tmp_path / "t")
     assert "s3cret" not in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_token_that_no_header_can_carry_is_one_line_and_costs_no_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match="one line of printable ASCII"):
+        AuditClient("127.0.0.1:9", "run", spool_dir=tmp_path, token="s3cret\nmore")
+    with running_auditor(tmp_path / "a") as auditor:
+        client = AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s", token=lambda: "s3cr\u00e9t")
+        client.submit_rollout(pair()[0])
+        assert client.close(10).accepted == 1, "this auditor asks for none"
+    assert {record.getMessage() for record in caplog.records} == {
+        "the auditor's token cannot be read now: the token must be one line of printable ASCII"
+    }
 
 
 def submit(auditor: AuditorProcess, token: str, run_id: str, sample: str) -> Any:

@@ -70,6 +70,13 @@ def test_a_changed_capsule_is_refused() -> None:
         from_bytes(b"nothing of the kind")
 
 
+def test_a_capsule_whose_reference_has_another_length_is_refused() -> None:
+    rollout, trainer = pair()
+    judgement = judge_pair(rollout, trainer, CONTRACTS).judgement
+    with pytest.raises(RecordError, match=r"reference\.f32 of the capsule has 4 bytes, not 4 for each response token"):
+        from_bytes(to_bytes(Capsule(rollout, trainer, judgement, rollout.logprobs[:1])))
+
+
 def test_the_first_op_that_differs_on_equal_inputs_is_named_and_its_swap_removes_it(weights_root: Path) -> None:
     decoder = Decoder.open(weights_root / "v000001", CONTRACT)
     rollout, _ = true_pair(weights_root, "a")
@@ -126,11 +133,12 @@ def test_ops_that_do_not_exist_are_one_line(weights_root: Path, tmp_path: Path) 
     file = tmp_path / "c"
     file.write_bytes(to_bytes(Capsule(rollout, trainer, judge_pair(rollout, trainer, CONTRACTS).judgement, None)))
     command = [sys.executable, "-m", "auditor.replay", str(file), "--weights-root", str(weights_root)]
-    done = subprocess.run(
-        [*command, "--rollout-ops", "none:x"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "'none:x' cannot be loaded" in done.stderr
+    for name in ("none:x", "os:path"):
+        done = subprocess.run(
+            [*command, "--rollout-ops", name], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert f"'{name}' cannot be loaded" in done.stderr
 
 
 def frozen(folder: Path, rollout: RolloutRecord, trainer: TrainerRecord) -> list[str]:

@@ -16,6 +16,7 @@ from auditor.config import load_config
 from auditor.errors import ConfigError
 from auditor.proto import audit_pb2 as pb
 from auditor.proto.audit_pb2_grpc import AuditServiceStub
+from auditor.submit import main as submit
 from auditor.tls import TlsFiles
 from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import pair
@@ -76,6 +77,8 @@ def test_only_clients_with_a_certificate_of_the_authority_are_served(tmp_path: P
             for record in pair(f"{accepted}"):
                 (reporter.submit_rollout if record.side == "rollout" else reporter.submit_trainer)(record)  # type: ignore[arg-type]
             assert reporter.close(timeout=3).accepted == accepted
+        left = [str(tmp_path / "spool0True"), "--address", auditor.grpc, "--tls-ca", str(ours / "ca.pem")]
+        assert submit([*left, "--tls-certificate", str(client[0]), "--tls-key", str(client[1])]) == 0
 
 
 def test_a_renewed_certificate_is_taken_up_without_a_restart(tmp_path: Path) -> None:
