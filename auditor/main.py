@@ -231,6 +231,7 @@ class Auditor:
             http=BoundedProtocol,
             ws="none",
             h11_max_incomplete_event_size=HEAD_BYTES,
+            log_config=None,  # its own would write lines of another form to the same stream
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=2,
@@ -327,9 +328,8 @@ def _configure(arguments: Sequence[str]) -> Config:
     for name, field in Config.model_fields.items():
         flag = "--" + name.replace("_", "-")
         switch: dict[str, Any] = {"action": "store_true"} if field.annotation is bool else {}
-        parser.add_argument(
-            flag, dest=name, help=f"{field.description} (default: {field.default})", default=None, **switch
-        )
+        default = "" if field.default in (None, "") else f" (default: {field.default})"
+        parser.add_argument(flag, dest=name, help=f"{field.description}{default}", default=None, **switch)
     given = vars(parser.parse_args(arguments))
     path = given.pop("config")
     return load_config(path, {name: value for name, value in given.items() if value is not None})

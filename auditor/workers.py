@@ -78,6 +78,8 @@ def find(name: str, idle: bool = False) -> Hire:
     module, _, attribute = {"ray": "auditor.ray_workers:hire"}.get(name, name).partition(":")
     try:
         hire: Hire = getattr(importlib.import_module(module), attribute)
+        if not callable(hire):
+            raise AttributeError("it cannot be called")
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"recompute_pool {name!r}: {error}; give process, ray or MODULE:NAME") from None
     return hire

@@ -57,7 +57,9 @@ def add_problems(app: FastAPI, on_error: Callable[[str], None]) -> None:
     @app.exception_handler(RequestValidationError)
     def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        detail = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        said = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        # The route and its access check both ask for the run.
+        detail = "; ".join(dict.fromkeys(said))
         return _problem(request, HTTPStatus.UNPROCESSABLE_ENTITY, "invalid_request", detail)
 
     @app.exception_handler(Exception)

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from auditor.errors import ConfigError
 from auditor.storage.schema import MIGRATIONS, VERSION
 
 Row = tuple[Any, ...]
+_TOO_NEW: Final = "the ledger has schema version {}, of a newer program; this one knows up to {}"
 
 
 class Database(Protocol):
@@ -43,14 +44,20 @@ def number_at(database: Database, column: str, *path: str) -> str:
 
 
 def open_database(ledger: str, writer: bool) -> Database:
-    """The database of a `postgresql://` URL or of a SQLite file."""
+    """The database of a `postgresql://` URL or of a SQLite file. ConfigError: it can be neither."""
     if ledger.startswith(("postgresql://", "postgres://")):
         from auditor.storage.postgres import PostgresDatabase  # noqa: PLC0415 - psycopg is an extra of its own
 
         return PostgresDatabase(ledger, writer)
     from auditor.storage.sqlite import SqliteDatabase  # noqa: PLC0415 - beside the other one
 
-    return SqliteDatabase(Path(ledger), writer)
+    scheme, separator, _ = ledger.partition("://")
+    if separator:
+        raise ConfigError(f"a ledger cannot be at {scheme}://…; give a file or a postgresql:// URL")
+    path = Path(ledger)
+    if path.is_dir():
+        raise ConfigError(f"ledger {path} is a folder; give a file in it")
+    return SqliteDatabase(path, writer)
 
 
 def migrate(database: Database) -> None:
@@ -59,7 +66,7 @@ def migrate(database: Database) -> None:
     rows = database.all("SELECT version FROM schema_version")
     present = rows[0][0] if rows else 0
     if present > VERSION:
-        raise ConfigError(f"the ledger has schema version {present}; this program knows up to {VERSION}")
+        raise ConfigError(_TOO_NEW.format(present, VERSION))
     if present == VERSION:
         return
     database.run("BEGIN")
@@ -76,7 +83,10 @@ def migrate(database: Database) -> None:
 
 def require_current(database: Database) -> None:
     """ConfigError where the tables are those of another version of this program, whose totals mean something else."""
-    ((present,),) = database.all("SELECT version FROM schema_version")
+    rows = database.all("SELECT version FROM schema_version")
+    present = rows[0][0] if rows else 0
+    if present > VERSION:
+        raise ConfigError(_TOO_NEW.format(present, VERSION))
     if present != VERSION:
         raise ConfigError(
             f"the ledger has schema version {present}, this program {VERSION}; an auditor brings it up to date when it"

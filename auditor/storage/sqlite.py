@@ -32,10 +32,18 @@ class SqliteDatabase:
                 timeout=10,
             )
             if writer:
+                self._refuse_foreign()
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 # A commit must survive a power cut, for it is acknowledged; NORMAL would not sync the WAL.
                 self._connection.execute("PRAGMA synchronous = FULL")
                 self._connection.execute("PRAGMA wal_autocheckpoint = 4000")
+
+    def _refuse_foreign(self) -> None:
+        """ConfigError, before anything is written, where the file is the database of another program."""
+        tables = {name for (name,) in self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if tables and "schema_version" not in tables:
+            self.close()
+            raise ConfigError(f"ledger {self._path} is the database of another program; give a path of its own")
 
     def all(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Run one statement and return its rows."""

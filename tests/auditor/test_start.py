@@ -21,6 +21,8 @@ from auditor.config import Config, load_config
 from auditor.errors import ConfigError
 from auditor.proto import audit_pb2 as pb
 from auditor.proto.audit_pb2_grpc import AuditServiceStub
+from auditor.storage.database import open_database
+from auditor.workers import find
 from tests.auditor.processes import REPOSITORY, running_auditor
 from tests.auditor.samples import pair
 from tests.auditor.test_survival import submit_pairs
@@ -63,6 +65,7 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
         ("http: 0.0.0.0:1", "can be reached from other machines"),
         ("weights_root: /no/such", "is no folder"),
         ("ledger: /no/such/ledger.db", "folder /no/such does not exist"),
+        ("grpc: 127.0.0.1:\u00b2", "grpc: '127.0.0.1:\u00b2' is no host:port"),
         ("token_file: /no/such", "token_file /no/such: No such file"),
     ],
 )
@@ -128,6 +131,31 @@ def test_a_file_that_is_no_ledger_is_not_overwritten(tmp_path: Path) -> None:
     path.write_text("my notes, long enough to be no SQLite file at all\n" * 100)
     assert "file is not a database" in refused("--ledger", str(path))
     assert path.read_text().startswith("my notes")
+
+
+@pytest.mark.parametrize(
+    ("ledger", "said"),
+    [
+        ("{folder}", "ledger {folder} is a folder; give a file in it"),
+        ("", "ledger . is a folder"),
+        ("mysql://me:s3cret@host/db", "a ledger cannot be at mysql://…; give a file or a postgresql:// URL"),
+        ("{folder}/other.db", "other.db is the database of another program; give a path of its own"),
+    ],
+)
+def test_what_can_hold_no_ledger_is_left_as_it_is(tmp_path: Path, ledger: str, said: str) -> None:
+    other = tmp_path / "other.db"
+    with sqlite3.connect(other) as database:
+        database.execute("CREATE TABLE accounts (name TEXT)")
+    before = other.read_bytes()
+    with pytest.raises(ConfigError) as refused:
+        open_database(ledger.format(folder=tmp_path), writer=True)
+    assert said.format(folder=tmp_path) in str(refused.value)
+    assert other.read_bytes() == before
+
+
+def test_a_pool_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ConfigError, match="recompute_pool 'os:path': it cannot be called"):
+        find("os:path")
 
 
 def test_it_is_ready_within_two_seconds_of_work_and_small(tmp_path: Path) -> None:
