@@ -129,7 +129,9 @@ def _refuse_other_arithmetic(raw: Raw) -> None:
 
 def _refuse_other_attention(raw: Raw, layers: int) -> None:
     kinds = raw.get("layer_types")
-    if kinds is not None and kinds != [_FULL] * layers:
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind != _FULL for kind in kinds):
         raise ModelError(
             f"layer_types={_shown(kinds)} has no contract; it must be {_FULL!r} for each of the {layers} layers"
         )

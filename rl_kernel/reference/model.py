@@ -139,10 +139,11 @@ def check_tensors(folder: Path, config: DecoderConfig, tensors: Mapping[str, tup
     A tied model's file may repeat the embedding as `lm_head.weight`. Other values there are refused: they say that the
     model is not tied, and engines take them for the output layer.
     """
-    expected = dict(expected_tensors(config))
-    for name, shape in expected.items():
-        if name not in tensors:
+    expected = set()
+    for name, shape in expected_tensors(config):
+        if name not in tensors:  # before the next is asked for: a config may speak of 10⁹ layers
             raise ModelError(f"{folder}: tensor {name!r} is missing")
+        expected.add(name)
         dtype, array = tensors[name]
         if dtype != "BF16" or array.shape != shape:
             found = f"{dtype}{list(array.shape)}"
@@ -151,7 +152,7 @@ def check_tensors(folder: Path, config: DecoderConfig, tensors: Mapping[str, tup
         raise ModelError(
             f"{folder}: {_HEAD!r} is not the embedding, but tie_word_embeddings is true; correct config.json"
         )
-    for name in sorted(tensors.keys() - expected.keys() - ({_HEAD} if config.tied else set())):
+    for name in sorted(tensors.keys() - expected - ({_HEAD} if config.tied else set())):
         raise ModelError(
             f"{folder}: tensor {name!r} is not of the {config.model_type} decoder of {config.layers} layers that "
             f"config.json describes; remove it, or correct config.json"

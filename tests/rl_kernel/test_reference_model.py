@@ -1,6 +1,7 @@
 """The reference decoder: what it refuses, and that its numbers depend on nothing but the sequence."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,18 @@ def test_a_model_without_a_contract_is_refused_in_one_line(
         Decoder.open(folder, CONTRACT)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300 + len(str(folder))
+
+
+@pytest.mark.parametrize("kinds", [None, ["full_attention"]])
+def test_a_config_of_very_many_layers_costs_no_memory(tmp_path: Path, kinds: list[str] | None) -> None:
+    folder = write_tiny_model(tmp_path / "m", LLAMA)
+    _edit_config(folder, num_hidden_layers=300_000, **({"layer_types": kinds} if kinds else {}))
+    tracemalloc.start()
+    with pytest.raises(ModelError, match="300000 layers" if kinds else r"'model\.layers\.2\..*' is missing"):
+        Decoder.open(folder, CONTRACT)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 << 20, "bytes; a name or a kind for each layer would be more"
 
 
 def test_what_a_later_transformers_writes_of_the_same_decoder_changes_nothing(tmp_path: Path) -> None:
