@@ -225,3 +225,11 @@ def test_errors_of_the_api_are_problems_with_a_code(tmp_path: Path) -> None:
             assert error.value.code == status
             assert error.value.headers["content-type"] == "application/problem+json"
             assert f'"code":"{code}"'.encode() in error.value.read()
+        with pytest.raises(urllib.error.HTTPError) as error:
+            auditor.get("/api/v1/runs/%21")
+        assert error.value.read().count(b"path.run_id") == 1, "what two parts of a route find wrong is said once"
+        with socket.create_connection(tuple(auditor.http.split(":"))) as caller:
+            caller.sendall(b"\0\r\n\r\n")
+            assert caller.recv(99).startswith(b"HTTP/1.1 400")
+        log = (tmp_path / "auditor.log").read_text().splitlines()
+        assert [line[:2] for line in log] == ["20"] * len(log), "every line has its time"
