@@ -239,12 +239,15 @@ def _legend(template: str, labels: Mapping[str, str]) -> str:
 
 
 def prometheus(base: str) -> QueryRange:
-    """Ask the Prometheus at `base`."""
+    """Ask the Prometheus at `base`; URLError where it is none."""
 
     def query(expression: str, start: float, end: float, step: float) -> Series:
         data = urllib.parse.urlencode({"query": expression, "start": start, "end": end, "step": step}).encode()
-        with urllib.request.urlopen(f"{base}/api/v1/query_range", data, timeout=60) as answer:
-            result: Series = json.loads(answer.read())["data"]["result"]
+        try:
+            with urllib.request.urlopen(f"{base}/api/v1/query_range", data, timeout=60) as answer:
+                result: Series = json.loads(answer.read())["data"]["result"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise urllib.error.URLError(error) from None
         return result
 
     return query
@@ -273,6 +276,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--run", default=".*", help="regular expression of run ids")
     parser.add_argument("--out", type=Path, default=Path("dashboards"), help="folder for the PNGs")
     options = parser.parse_args(arguments)
+    if not 0 < options.minutes < math.inf:
+        parser.error(f"--minutes {options.minutes:g}: a number above 0 is expected")
     now = time.time()
     span = (now - 60 * options.minutes, now)
     try:

@@ -78,12 +78,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--log", type=Path, help="file of JSON lines")
     options = parser.parse_args(arguments)
     host, _, port = options.listen.rpartition(":")
-    if not port.isdigit():
+    if not (host and port.isdecimal() and int(port) < 1 << 16):
         parser.error(f"--listen {options.listen!r} is no host:port")
     try:
         Pager(host, int(port), options.log).serve_forever()
+    except OSError as error:
+        print(f"error: cannot listen on {options.listen}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        return 0
+        pass
     return 0
 
 

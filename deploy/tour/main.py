@@ -7,6 +7,7 @@ this machine and is stopped at the end.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -53,11 +54,15 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if not 0 < options.clean < options.steps:
         parser.error(f"--clean {options.clean} leaves no step for the fault, or none before it, of {options.steps}")
+    if not 0 < options.wait < math.inf:
+        parser.error(f"--wait {options.wait:g}: seconds are expected")
     out = options.out / time.strftime("%Y%m%d-%H%M%S")
-    out.mkdir(parents=True)
-    out = out.resolve()
     try:
-        return _tour(out, options.steps, options.clean, options.wait)
+        out.mkdir(parents=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}")
+    try:
+        return _tour(out.resolve(), options.steps, options.clean, options.wait)
     except StackError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

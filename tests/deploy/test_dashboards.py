@@ -27,6 +27,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard  # noqa: E402
 
 from deploy.grafana.generate import DASHBOARDS, FOLDER, text  # noqa: E402
 from deploy.grafana.render import expand, main, prometheus, render_all  # noqa: E402
+from deploy.prometheus.pager import main as pager  # noqa: E402
+from deploy.tour.main import main as tour  # noqa: E402
 
 NAMES = sorted(DASHBOARDS)
 BENT_STEPS = 6
@@ -277,7 +279,30 @@ def bent(trainer: Any, step: int, sample: int) -> Any:
     return trainer
 
 
-def test_what_is_no_prometheus_is_named_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--prometheus", "http://127.0.0.1:1", "--out", str(tmp_path)]) == 2
+@pytest.mark.parametrize("base", ["http://127.0.0.1:1", "nonsense"])
+def test_what_is_no_prometheus_is_named_in_a_line(
+    tmp_path: Path, base: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--prometheus", base, "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: http://127.0.0.1:1 does not answer")
+    assert line.startswith(f"error: {base} does not answer")
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "said"),
+    [
+        (main, ["--minutes", "nan"], "--minutes nan: a number above 0 is expected"),
+        (pager, ["--listen", "127.0.0.1:99999"], "--listen '127.0.0.1:99999' is no host:port"),
+        (tour, ["--wait", "nan"], "--wait nan: seconds are expected"),
+        (tour, ["--out", "{file}"], "--out {file}: Not a directory"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_exit_code_2(
+    tmp_path: Path, program: Any, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit) as ended:
+        program([argument.format(file=file) for argument in arguments])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said.format(file=file))
