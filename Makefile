@@ -8,8 +8,11 @@ PIP := $(BIN)/pip --disable-pip-version-check
 needs = { echo "set-up: $(1) is missing; apt-get install $(2)"; exit 1; }
 BUILD_TOOLS := scikit-build-core==1.1.2 nanobind==3.1.0 cmake ninja
 
-.PHONY: setup build model demo test test-soak lint bench gpu-build test-gpu bench-gpu clean ops-tools dashboards tour
-setup: $(VENV)/.built
+.PHONY: help setup build model demo test test-soak lint bench gpu-build test-gpu bench-gpu clean ops-tools dashboards tour
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*  ## /make \1  # /p' Makefile
+
+setup: $(VENV)/.built  ## .venv, dependencies, C++ parts
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt
 	@command -v $(PYTHON) > /dev/null || $(call needs,$(PYTHON),python3.11; or say PYTHON=… (3.11))
@@ -33,54 +36,53 @@ $(VENV)/.built: $(VENV)/.installed $(wildcard rl_kernel/csrc/*/*)
 	@mkdir -p build && flock build/.lock $(PIP) install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
-build: setup
+build: setup  ## C++ parts again, after a change under rl_kernel/csrc
 
-model: setup
+model: setup  ## SmolLM2-135M-Instruct in models/, which demo fetches by itself
 	@$(BIN)/python -m services.models
 
-demo: setup
+demo: setup  ## trains SmolLM2 with GRPO, audited while it runs; NUMERICS=native for the control group
 	@$(BIN)/python -m services.main --config $(CONFIG) --numerics $(NUMERICS)
 
-test: setup
+test: setup  ## all that needs no GPU
 	$(BIN)/pytest
 
-# Hundreds of kills, an image built from nothing: what takes too long for every change.
-test-soak: setup
+test-soak: setup  ## hundreds of kills, images built from nothing: what takes too long for every change
 	$(BIN)/pytest -m soak
 
-lint: setup
+lint: setup  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup
+bench: setup  ## speeds on this CPU, strict beside native
 	$(BIN)/python -m tests.bench
 
 # On a machine with an H100 or H200: GPU_PYTHON has torch for CUDA, Triton 3.6, pytest-xdist, cmake and nanobind.
 # Two of them: the tree all-reduce and a model cut in two are tested and measured too.
 GPU_PYTHON ?= python3
 GPU_WORKERS ?= 8
-gpu-build:
+gpu-build:  ## into GPU_PYTHON, on a machine with an H100 or H200
 	$(GPU_PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 
-test-gpu: gpu-build
+test-gpu: gpu-build  ## what needs one GPU, and two where there are two
 	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) -k cuda tests/contracts/test_equal_bits.py tests/contracts/test_laws.py
 	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) --dist loadgroup --ignore-glob='*two_gpus.py' tests/gpu
 	$(GPU_PYTHON) -m pytest -q tests/gpu/test_*two_gpus.py
 
-bench-gpu: gpu-build
+bench-gpu: gpu-build  ## speeds of every op on this GPU
 	$(GPU_PYTHON) -m tests.bench.gpu_bench --json docs/results/h200-bench.json
 
-# Prometheus, Alertmanager, Chromium, Helm: what the tests in tests/deploy run. Debian packages need root.
-ops-tools: setup
+# What the tests in tests/deploy run. Debian packages need root.
+ops-tools: setup  ## Prometheus, Alertmanager, Chromium, Helm
 	BIN=$(BIN) deploy/tools.sh
 
-dashboards: setup
+dashboards: setup  ## Grafana's JSON, written anew
 	$(BIN)/python -m deploy.grafana.generate
 
-tour: setup ops-tools
+tour: setup ops-tools  ## breaks a run on purpose, waits for the pager, leaves pictures
 	$(BIN)/python -m deploy.tour.main
 
-clean:
+clean:  ## away with .venv and build/
 	rm -rf build $(VENV)

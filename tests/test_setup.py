@@ -64,6 +64,12 @@ def test_set_up_goes_on_where_nothing_is_lacking(tmp_path: Path) -> None:
     assert "reached" in said
 
 
+def test_help_names_every_command_and_is_what_make_alone_does() -> None:
+    (phony,) = (line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith(".PHONY:"))
+    said = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {line.split()[1] for line in said.splitlines()} == set(phony.split()[1:])
+
+
 def test_both_pages_list_the_same_needs() -> None:
     needs = "Debian or Ubuntu, Python 3.11 with its headers and venv, a C++20 compiler, libnuma1, two cores, 12 GiB of"
     for page in ("README.md", "CONTRIBUTING.md"):
