@@ -2,6 +2,7 @@
 
 from collections import deque
 
+from auditor.errors import ConfigError
 from auditor.proto import audit_pb2 as pb
 
 _BATCH_BYTES = 2 << 20
@@ -12,6 +13,8 @@ class Outbox:
     """First in, first out; not locked. It takes what it is given: whoever fills it looks at `full` and takes out."""
 
     def __init__(self, most_records: int, most_bytes: int) -> None:
+        if min(most_records, most_bytes) < 0:
+            raise ConfigError(f"a queue of {most_records} records and {most_bytes} bytes; neither may be below 0")
         self._most_records, self._most_bytes = most_records, most_bytes
         self._waiting: deque[tuple[pb.Record, int]] = deque()
         self._bytes = 0

@@ -19,7 +19,7 @@ and judged `not_comparable`.
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -141,7 +141,7 @@ class RolloutRecord:
     def __post_init__(self) -> None:
         text(self, "", ("engine_id", "finish_reason"))
         _freeze(self, "tokens", np.uint32, 1)
-        _freeze(self, "routed_experts", np.uint16, 2)
+        _freeze_optional(self, "routed_experts", np.uint16, 2)
         _check(self, len(self.tokens))
 
     @property
@@ -193,8 +193,8 @@ class TrainerRecord:
     routed_experts: npt.NDArray[np.uint16] | None = None
 
     def __post_init__(self) -> None:
-        _freeze(self, "tokens", np.uint32, 1)
-        _freeze(self, "routed_experts", np.uint16, 2)
+        _freeze_optional(self, "tokens", np.uint32, 1)
+        _freeze_optional(self, "routed_experts", np.uint16, 2)
         text(self, "", ("trainer_id", "tokens_digest"))
         whole(self, "", ("token_count",), UINT32)
         if self.tokens is not None:
@@ -218,6 +218,12 @@ class TrainerRecord:
 
 
 Record = RolloutRecord | TrainerRecord
+_PARTS: Final = (
+    ("sampling", Sampling),
+    ("environment", Environment),
+    ("layout", Layout),
+    ("positions", Positions),
+)
 
 
 def tokens_digest(tokens: npt.ArrayLike) -> str:
@@ -229,6 +235,9 @@ def _check(record: Record, token_count: int) -> None:
     _freeze(record, "logprobs", np.float32, 1)
     _freeze(record, "mask", np.bool_, 1)
     text(record, "", ("run_id", "sample_id", "weight_digest", "contract_digest"))
+    for name, kind in _PARTS:
+        if not isinstance(getattr(record, name), kind):
+            raise RecordError(f"{name} is a {type(getattr(record, name)).__name__}; it must be a {kind.__name__}")
     for digest in record.layer_digests:
         one_text("layer_digests", digest)
     whole(record, "", ("weight_version",), (INT64[0], 2**64 - 1))
@@ -248,16 +257,21 @@ def _check(record: Record, token_count: int) -> None:
 
 def _freeze(record: Record, name: str, dtype: type[np.generic], ndim: int) -> None:
     """Replace an array field by a read-only copy, so that a buffer reused by the caller changes nothing here."""
-    value = getattr(record, name)
-    if value is None:
-        return
-    array = _as_array(name, value, dtype, ndim).copy()
+    array = _as_array(name, getattr(record, name), dtype, ndim).copy()
     array.flags.writeable = False
     object.__setattr__(record, name, array)
 
 
+def _freeze_optional(record: Record, name: str, dtype: type[np.generic], ndim: int) -> None:
+    if getattr(record, name) is not None:
+        _freeze(record, name, dtype, ndim)
+
+
 def _as_array(name: str, value: npt.ArrayLike, dtype: type[np.generic], ndim: int) -> npt.NDArray[Any]:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of two lengths; a tensor of bf16, or with a gradient
+        raise RecordError(f"{name} is no array: {error}") from None
     if array.ndim != ndim:
         raise RecordError(f"{name} has shape {list(array.shape)}; it needs {ndim} dimension{'s' * (ndim > 1)}")
     wanted = np.dtype(dtype)

@@ -11,6 +11,7 @@ import pytest
 
 from auditor.client import AuditClient
 from auditor.codec import to_wire
+from auditor.errors import ConfigError
 from auditor.grants import Grants
 from auditor.ingest.admission import Admission
 from auditor.ingest.limits import Limits
@@ -40,6 +41,13 @@ def server(missing_receipts: int = 0) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         running.stop(grace=None).wait()
+
+
+@pytest.mark.parametrize("bound", [{"queue_size": -1}, {"queue_bytes": -1}])
+def test_a_queue_bounded_below_nothing_is_refused(tmp_path: Path, bound: dict[str, int]) -> None:
+    """Handing in a record would never end: nothing that is put on disk makes such a queue short enough."""
+    with pytest.raises(ConfigError, match="neither may be below 0"):
+        AuditClient(NOBODY, "run", spool_dir=tmp_path, **bound)
 
 
 def payload(samples: int) -> bytes:

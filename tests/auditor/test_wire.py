@@ -78,6 +78,10 @@ def test_a_buffer_that_the_caller_reuses_changes_no_record() -> None:
         ({"tokens": np.zeros((2, 20), np.uint32)}, "tokens has shape"),
         ({"prompt_len": 41}, "prompt_len is 41"),
         ({"step": -1}, "step is -1"),
+        ({"tokens": None}, "tokens has shape"),
+        ({"logprobs": [[1.0], [2.0, 3.0]]}, "logprobs is no array"),
+        ({"sampling": None}, "sampling is a NoneType; it must be a Sampling"),
+        ({"layout": {"tp_size": 1}}, "layout is a dict; it must be a Layout"),
     ],
 )
 def test_a_record_that_does_not_hold_together_names_the_field(change: dict[str, object], named: str) -> None:
