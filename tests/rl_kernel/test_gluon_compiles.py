@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -116,7 +117,41 @@ def test_it_fits_and_no_wgmma_is_serialised(case: str, tmp_path: Path) -> None:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert ("mma.sync" if case.startswith("decode") else "wgmma.mma_async") in compiled.asm["ptx"]
-    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
-    command = [PTXAS, "-arch=sm_90a", "--fmad=false", "-v", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    said = assembled(compiled.asm["ptx"], tmp_path)
     assert "serialized" not in said, said
+    if case in ("attention-64", "attention-128"):
+        assert "0 bytes stack frame" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("page", [0, 16])
+def test_what_looks_at_flags_uses_no_local_memory(dim: int, page: int, tmp_path: Path) -> None:
+    """Else it costs the attention beside it ten microseconds."""
+    from rl_kernel.ops.attention import gluon_again as op
+
+    kernel = op.again_kernel
+    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("m_out", "l_out"), "*fp32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("out", "q", "k", "v"), "*bf16")
+    types |= dict.fromkeys(("table", "cu_q", "cu_k", "lens", "redo"), "*i32")
+    constants = {
+        "HEADS": 32, "KV_HEADS": 8, "D": dim, "COLUMNS": op.COLUMNS, "WIDTH": 16, "PARTIAL": 1024, "PAGE": page,
+        "TMA": False, "EX2": True, "FLAGS": op.FLAGS,
+    }  # fmt: skip
+    types |= dict.fromkeys(constants, "constexpr")
+    even = [n for n, t in types.items() if t[0] == "*" or n.endswith(("_token", "_page"))]
+    place = kernel.arg_names.index
+    source = ASTSource(
+        kernel, types, {(place(n),): value for n, value in constants.items()},
+        {(place(n),): [["tt.divisibility", 16]] for n in even},
+    )  # fmt: skip
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False} | op.SHAPE)
+    said = assembled(compiled.asm["ptx"], tmp_path)
+    assert "0 bytes stack frame" in said, said
+
+
+def assembled(ptx: str, folder: Path) -> str:
+    """What the assembler says of it: registers, spills, wgmma that it had to serialise."""
+    (folder / "kernel.ptx").write_text(ptx)
+    command = [PTXAS, "-arch=sm_90a", "--fmad=false", "-v", folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr

@@ -41,13 +41,13 @@ def _merge(m_all, l_all, merged, m, l, acc):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _softmax(s, m, scale, opens, seen, MASKED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores of one block → (p, what the sums so far are worth, the maximum)."""
-    s = s * scale
+    """Scores of one block, not scaled yet → (p, what the sums so far are worth, the maximum)."""
     if MASKED:
         s = gl.where(seen, s, NEG_INF)
     before = gl.where(opens, NEG_INF, m)
-    top = gl.maximum(before, gl.max(s, 1))
-    p = gl.exp2(s - top[:, None])
+    # Rounding keeps order, so the largest score scaled is the largest of the scaled ones.
+    top = gl.maximum(before, gl.max(s, 1) * scale)
+    p = gl.exp2(s * scale - top[:, None])
     if MASKED:
         p = gl.where(seen, p, 0.0)
     # A row that has seen no key of this partial yet keeps its zeros; -inf - -inf would be NaN.
@@ -55,13 +55,18 @@ def _softmax(s, m, scale, opens, seen, MASKED: gl.constexpr):  # type: ignore[no
 
 
 @gluon.jit
+def operand(p, P: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Weights rounded to bf16, as the left side of the product with the values."""
+    return gl.convert_layout(p.to(gl.bfloat16), P)
+
+
+@gluon.jit
 def _pair(s, m, scale, opens, seen_a, seen_b, P: gl.constexpr, MASKED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores of a pair → both blocks' weights as operands, what the sums before each are worth, the maximum."""
+    """Scores of a pair → the blocks' weights, the first ones as an operand, what the sums before each are worth, m."""
     a, b = gl.split(gl.permute(gl.reshape(s, (ROWS, 2, BLOCK)), (0, 2, 1)))
     p_a, alpha, top = _softmax(gl.convert_layout(a, SCORES), m, scale, opens, seen_a, MASKED)
     p_b, beta, top = _softmax(gl.convert_layout(b, SCORES), top, scale, False, seen_b, MASKED)
-    a, b = gl.convert_layout(p_a.to(gl.bfloat16), P), gl.convert_layout(p_b.to(gl.bfloat16), P)
-    return a, b, alpha, beta, top
+    return operand(p_a, P), p_b, alpha, beta, top
 
 
 @gluon.jit
@@ -93,8 +98,9 @@ def full_step(
     l = warpgroup_mma(gl.convert_layout(b, SUMS_WEIGHTS), ones, l_done, is_async=True)
     s = warpgroup_mma_wait(2, (scores,))
     opens = pair % (PARTIAL // PAIR) == 0
-    a, next_b, alpha, beta, top = _pair(s, m, scale, opens, True, True, P, False)
-    acc_done, l_done, _b, a, b = warpgroup_mma_wait(0, (acc, l, b, a, next_b))
+    a, p_b, alpha, beta, top = _pair(s, m, scale, opens, True, True, P, False)
+    acc_done, l_done, _b, a, p_b = warpgroup_mma_wait(0, (acc, l, b, a, p_b))
+    b = operand(p_b, P)  # not before its registers are read for the last time: else each step would copy them
     mbarrier.arrive(empty.index(slot))
     if opens:
         m_all, l_all, l_done, acc_done = _merge(m_all, l_all, merged, m, l_done, acc_done)
@@ -130,7 +136,8 @@ def edge_step(
         s = warpgroup_mma(queries, keys.index(slot).permute((1, 0)), nothing, use_acc=False)
         key = pair * PAIR + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
         seen_a, seen_b = key[None, :] <= last[:, None], key[None, :] + BLOCK <= last[:, None]
-        a, b, alpha, beta, top = _pair(s, m, scale, opens, seen_a, seen_b, P, True)
+        a, p_b, alpha, beta, top = _pair(s, m, scale, opens, seen_a, seen_b, P, True)
+        b = operand(p_b, P)
     mbarrier.arrive(empty.index(slot))
     if (pair == pairs) | (opens & (pair > 0)):
         m_all, l_all, l_done, acc_done = _merge(m_all, l_all, merged, m, l_done, acc_done)

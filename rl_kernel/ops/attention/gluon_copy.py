@@ -82,6 +82,7 @@ def copy(
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Step j of a tile needs the keys of pair j and the values of pair j - 1: one barrier tells that both are here."""
     CHUNK: gl.constexpr = min(PAGE, BLOCK)
+    tiles = uniform(tiles)
     count, turn = 0, 0
     for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
         head, tile = work % HEADS, tiles - 1 - work // HEADS

@@ -25,7 +25,7 @@ from rl_kernel.ops.attention.gluon_blocks import (
     edge_step,
     full_step,
 )  # fmt: skip
-from rl_kernel.ops.attention.gluon_copy import PANEL, TILE, copy, find_tile
+from rl_kernel.ops.attention.gluon_copy import PANEL, TILE, copy, find_tile, uniform
 from rl_kernel.ops.attention.triton_blocks import width_for
 from rl_kernel.ops.gluon_scalar import canonical
 
@@ -96,6 +96,7 @@ def _attend(
     queries = q_buffer.slice(HALF * ROWS, ROWS)
     keys_in, values, ones = buffers
     buffers = (keys_in, values, ones, merged)
+    tiles = uniform(tiles)
     count, turn = 0, 0
     for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
         head = work % HEADS

@@ -53,16 +53,18 @@ def merge(m1, l1, acc1, m2, l2, acc2, EX2: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def attend(
-    m, l, acc, m_all, l_all, acc_all, query, k, v, table, begin, end, keys, last, scale, start, column,
+    m, l, acc, m_all, l_all, acc_all, query, k, v, table, begin, end, keys, last, scale, start, column, v_column,
     k_page, k_token, v_page, v_token,
     MASKED: tl.constexpr, D: tl.constexpr, PARTIAL: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
     EX2: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Blocks begin .. end of 64 keys. m, l, acc: the open partial; m_all, l_all, acc_all: those before it, merged.
 
-    keys: of the sequence; last[rows]: the last key that each row sees.
+    keys: of the sequence; last[rows]: the last key that each row sees. acc holds as many columns of the values as it
+    has, from v_column on: no column knows of another.
     """
     columns = column + tl.arange(0, D)
+    v_columns = v_column + tl.arange(0, acc.shape[1])
     for block in range(begin, end):
         key = block * BLOCK + tl.arange(0, BLOCK)
         if TMA:
@@ -73,7 +75,7 @@ def attend(
                 k_at, v_at = page * k_page + key % PAGE * k_token, page * v_page + key % PAGE * v_token
             else:
                 k_at, v_at = key.to(tl.int64) * k_token, key.to(tl.int64) * v_token
-            k_from, v_from = k + k_at[:, None] + columns[None, :], v + v_at[:, None] + columns[None, :]
+            k_from, v_from = k + k_at[:, None] + columns[None, :], v + v_at[:, None] + v_columns[None, :]
             if MASKED:
                 keys_in = tl.load(k_from, mask=(key < keys)[:, None], other=0.0)
             else:
@@ -92,7 +94,7 @@ def attend(
         alpha = tl.where(top == NEG_INF, 1.0, exp2(before - top, EX2))
         weights = p.to(tl.bfloat16)
         if TMA:
-            values = v.load([start + block * BLOCK, column])
+            values = v.load([start + block * BLOCK, v_column])
         elif MASKED:
             values = tl.load(v_from, mask=(key < keys)[:, None], other=0.0)
         else:

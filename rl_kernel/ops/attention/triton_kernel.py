@@ -60,11 +60,11 @@ def attention(
     aligned = _aligned((q, k, v), (q_token, k_token, v_token))
     scale, outputs, places = float(attention_scale(dim)), (out, m, l), (cu_q, cu_q, cu_k, cu_q)
     tma, strides = aligned and k.shape[0] > 0, (0, q_token, 0, k_token, 0, v_token)
-    keys, values = (_descriptor(x, stride) if tma else x for x, stride in ((k, k_token), (v, v_token)))
     if launch is None and EX2 and tma and dim in gluon_kernel.HEAD_DIMS:
         redo = gluon_kernel.attention(out, m, l, q, k, v, cu_q, cu_k, (q_token, k_token, v_token), scale)
-        again(redo, outputs, (q, keys, values), places, strides, k.shape[1], 0, scale)
+        again(redo, outputs, (q, k, v), places, strides, k.shape[1], 0, scale)
     else:
+        keys, values = (_descriptor(x, stride) if tma else x for x, stride in ((k, k_token), (v, v_token)))
         prefill(outputs, (q, keys, values), places, strides, k.shape[1], 0, scale, launch or launch_for(dim))
     return outputs
 

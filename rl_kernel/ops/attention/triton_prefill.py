@@ -18,14 +18,19 @@ from rl_kernel.ops.triton_scalar import NEG_INF, canonical, narrow
 
 @triton.jit
 def prefill_tile(
-    out, m_out, l_out, q, k, v, table, cu_q, cu_k, lens, tile, head, sequences, table_width, q_token,
+    out, m_out, l_out, q, k, v, table, cu_q, cu_k, lens, tile, part, head, d, sequences, table_width, q_token,
     k_page, k_token, v_page, v_token, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, PARTIAL: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr, EX2: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PARTIAL: tl.constexpr, PAGE: tl.constexpr,
+    TMA: tl.constexpr, EX2: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """ROWS rows of one head (or of the PACK heads of one kv head, from `head` on) against all their keys."""
+    """ROWS rows of one head (or of the PACK heads of one kv head, from `head` on) against all their keys.
+
+    They are part `part` of the PARTS of a tile; of the output, COLUMNS columns from d on are computed.
+    """
     queries: tl.constexpr = ROWS // PACK
-    sequence, start, length, first_query = find_sequence(cu_q, sequences, tile, queries, WIDTH)
+    sequence, start, length, first_query = find_sequence(cu_q, sequences, tile, PARTS * queries, WIDTH)
+    first_query += part * queries
     if first_query < length:
         kv_head = head // (HEADS // KV_HEADS)
         key_start = 0
@@ -52,20 +57,20 @@ def prefill_tile(
         end = tl.cdiv(visible, BLOCK)
         m = tl.full((ROWS,), NEG_INF, tl.float32)
         l = tl.zeros((ROWS, ONES), tl.float32)
-        acc = tl.zeros((ROWS, D), tl.float32)
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
         m_all, l_all, acc_all = m, l, acc
         m, l, acc, m_all, l_all, acc_all = attend(
             m, l, acc, m_all, l_all, acc_all, query, k, v, table, 0, full, keys, last, scale, key_start,
-            kv_head * D, k_page, k_token, v_page, v_token, False, D, PARTIAL, PAGE, TMA, EX2,
+            kv_head * D, kv_head * D + d, k_page, k_token, v_page, v_token, False, D, PARTIAL, PAGE, TMA, EX2,
         )  # fmt: skip
         m, l, acc, m_all, l_all, acc_all = attend(
             m, l, acc, m_all, l_all, acc_all, query, k, v, table, max(0, full), end, keys, last, scale, key_start,
-            kv_head * D, k_page, k_token, v_page, v_token, True, D, PARTIAL, PAGE, TMA, EX2,
+            kv_head * D, kv_head * D + d, k_page, k_token, v_page, v_token, True, D, PARTIAL, PAGE, TMA, EX2,
         )  # fmt: skip
         m, l, acc = merge(m_all, l_all, acc_all, m, l, acc, EX2)
         row_sum = tl.max(l, 1)
         value = narrow(tl.div_rn(acc + 0.0, row_sum[:, None] + tl.zeros_like(acc)))
-        tl.store(out + place[:, None] * D + tl.arange(0, D)[None, :], value, mask=here[:, None])
+        tl.store(out + place[:, None] * D + d + tl.arange(0, COLUMNS)[None, :], value, mask=here[:, None])
         tl.store(m_out + place, canonical(m), mask=here)
         tl.store(l_out + place, canonical(row_sum), mask=here)
 
@@ -82,9 +87,9 @@ def attention_kernel(
     PAGE: keys a page of the cache, 0 where k and v are [T',G,D] with offsets cu_k. TMA: k and v are descriptors.
     """
     prefill_tile(
-        out, m_out, l_out, q, k, v, table, cu_q, cu_k, lens, tl.num_programs(1) - 1 - tl.program_id(1),
-        tl.program_id(0) * PACK, sequences, table_width, q_token, k_page, k_token, v_page, v_token, scale,
-        HEADS, KV_HEADS, D, PACK, ROWS, WIDTH, PARTIAL, PAGE, TMA, EX2,
+        out, m_out, l_out, q, k, v, table, cu_q, cu_k, lens, tl.num_programs(1) - 1 - tl.program_id(1), 0,
+        tl.program_id(0) * PACK, 0, sequences, table_width, q_token, k_page, k_token, v_page, v_token, scale,
+        HEADS, KV_HEADS, D, PACK, ROWS, 1, D, WIDTH, PARTIAL, PAGE, TMA, EX2,
     )  # fmt: skip
 
 
