@@ -9,6 +9,7 @@ import numpy as np
 
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import STRONG, Evidence, Suggestion
+from auditor.causes.fit import climbed
 from auditor.causes.oracle import I64, Oracle
 from auditor.causes.search import Candidate, nearest, promising
 from auditor.causes.seen import seeing, without
@@ -106,18 +107,12 @@ def _best_span(evidence: Evidence, oracle: Oracle, predict: Span) -> tuple[int, 
     before = float(np.abs(truth[usable].astype(np.float64) - found[usable]).mean())
     if error(span) > _PROMISING * before:
         return None
-    step = max(1, last // _BLOCKS)
-    while step:
-        first, end = span
-        near = [(first - step, end), (first + step, end), (first, end - step), (first, end + step)]
-        closer = min(near, key=error)
-        if error(closer) < error(span):
-            span = closer
-        else:
-            step //= 2
-        if error(span) == 0.0:
-            break
-    return span
+    return climbed(span, _beside, error, max(1, last // _BLOCKS))
+
+
+def _beside(span: tuple[int, int], step: int) -> Iterator[tuple[int, int]]:
+    first, end = span
+    yield from ((first - step, end), (first + step, end), (first, end - step), (first, end + step))
 
 
 def _without(oracle: Oracle, first: int, last: int) -> Logprobs:

@@ -21,6 +21,9 @@ _WORTH_SAYING: Final = 0.5
 _RESEMBLES: Final = 0.9
 _ENOUGH_TO_RESEMBLE: Final = 8
 _ENOUGH_BEFORE: Final = 4
+_ENOUGH_AMONG: Final = 8
+_AMONG: Final = 0.25
+_FAR: Final = 0.1
 _MOSTLY: Final = 0.5
 LAST_BITS: Final = 1e-5  # a difference that anything may make by chance
 
@@ -69,6 +72,18 @@ class Evidence:
         if not differs.size or (active < differs[0]).sum() < _ENOUGH_BEFORE:
             return None
         return int(self.positions[differs[0]]) - 1
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether right values stand among values that are far off: each of these is wrong by itself.
+
+        What a row does to those behind it, it does to all of them; only roundings pass some by.
+        """
+        differs, active = np.flatnonzero(self.differs), np.flatnonzero(self.active)
+        among = active[(active > differs[0]) & (active < differs[-1])] if differs.size else active[:0]
+        right = among.size - np.isin(among, differs).sum()
+        far = differs.size and np.median(np.abs(self.delta[differs])) > _FAR
+        return bool(far and right >= _ENOUGH_AMONG and right > _AMONG * among.size)
 
     @property
     def alone(self) -> bool:

@@ -1,8 +1,22 @@
 """The one number that a hypothesis leaves open, found by what fits best."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
+
+
+def climbed(best: T, near: Callable[[T, int], Iterable[T]], error: Callable[[T], float], step: int) -> T:
+    """What is reached from `best` by steps to whatever is near it, ever smaller ones, as long as the error shrinks."""
+    while step and error(best) > 0.0:
+        closer = min(near(best, step), key=error)
+        if error(closer) < error(best):
+            best = closer
+        else:
+            step //= 2
+    return best
 
 
 def best_fit(

@@ -6,6 +6,9 @@ from auditor.causes.evidence import CERTAIN, STRONG, Suggestion
 from auditor.preconditions import NotComparable
 from auditor.records import RolloutRecord, TrainerRecord
 
+_START = 2  # tokens that stand at the beginning of every sequence, or do not
+_PLACES = 256  # where a part may begin
+
 # field → cause, where the field says it all
 _BY_FIELD = {
     "weight_version": "stale_weights",
@@ -62,7 +65,14 @@ def _tokens(rollout: RolloutRecord, trainer: TrainerRecord, values: str) -> Sugg
     if len(ours) != len(theirs) and np.array_equal(ours[:shorter], theirs[:shorter]):
         return Suggestion("truncation", CERTAIN, f"{values}: the shorter sequence is the beginning of the longer one")
     if len(ours) != len(theirs) and np.array_equal(ours[-shorter:], theirs[-shorter:]):
+        more = max(len(ours), len(theirs)) - shorter
+        if more <= _START:
+            said = f"{values}: they are the same behind {more} token(s) in front, as of a start that one side has"
+            return Suggestion("retokenisation", STRONG, said)
         return Suggestion("truncation", CERTAIN, f"{values}: the shorter sequence is the end of the longer one")
+    longer, part = (ours, theirs) if len(ours) > shorter else (theirs, ours)
+    if len(longer) > shorter and _inside(part, longer):
+        return Suggestion("truncation", CERTAIN, f"{values}: the shorter sequence is a part of the longer one")
     at = int(np.flatnonzero(ours[:shorter] != theirs[:shorter])[0])
     tail = 0
     while tail < shorter - at and ours[len(ours) - 1 - tail] == theirs[len(theirs) - 1 - tail]:
@@ -72,3 +82,9 @@ def _tokens(rollout: RolloutRecord, trainer: TrainerRecord, values: str) -> Sugg
         STRONG,
         f"{values}: ids differ from token {at} on ({int(ours[at])} and {int(theirs[at])}), the last {tail} are equal",
     )
+
+
+def _inside(part: np.ndarray, longer: np.ndarray) -> bool:
+    """Whether a sequence is a run of another one."""
+    starts = np.flatnonzero(longer[: len(longer) - len(part) + 1] == part[0])
+    return any(np.array_equal(longer[at : at + len(part)], part) for at in starts[:_PLACES])

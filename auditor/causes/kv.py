@@ -7,12 +7,13 @@ table that is wrong by one shows another block's.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any, Final
 
 import numpy as np
 
 from auditor.causes.edits import Edit, edited
-from auditor.causes.evidence import HINT, Evidence, Suggestion
+from auditor.causes.evidence import CERTAIN, HINT, Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle, VersionUnavailable
 from auditor.causes.search import Candidate, Model, nearest, nearest_model, promising
 from auditor.causes.seen import some_layers
@@ -26,11 +27,16 @@ _BLOCKS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _SIZES: Final = (16, 32, 64, 8)
 _MOST_BLOCKS: Final = 8
 _VERSIONS_TRIED: Final = 3
+_LARGER: Final = 3.0
 
 
 def stale_kv(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Keys and values of an older version up to some token, or in one block, the named weights after it."""
-    if best := nearest(evidence, oracle, _of_older_versions(evidence, oracle)):
+    best = nearest(evidence, oracle, _of_older_versions(evidence, oracle))
+    if best is None or best.score < CERTAIN:
+        both = nearest(evidence, oracle, _of_two_ages(evidence, oracle))
+        best = both if both and (best is None or both.score > best.score) else best
+    if best is not None:
         yield best
 
 
@@ -42,6 +48,8 @@ def _of_older_versions(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate
             layers, old = _record(oracle, oracle.version(version))
         except VersionUnavailable:
             continue
+        if _beyond(evidence, oracle, old):
+            continue
         for first, last in _spans(evidence, oracle, old):
             for what, kinds, there in _which(len(layers)):
                 decoder = _with_keys(oracle.decoder, layers, slice(first, last), kinds, there)
@@ -49,6 +57,46 @@ def _of_older_versions(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate
                 if promising(evidence, oracle, values):
                     name = f"{what} of tokens {first} to {last - 1} of weight version {version}"
                     yield "stale_kv", name, values(np.arange(len(oracle.rows)))
+
+
+def _beyond(evidence: Evidence, oracle: Oracle, old: Logprobs) -> bool:
+    """Whether the difference is far larger than a whole version makes: what its keys and values alone do not."""
+    truth, delta = evidence.truth[oracle.window].astype(np.float64), evidence.delta[oracle.window]
+    return float(np.abs(delta).mean()) > _LARGER * float(np.abs(old - truth).mean())
+
+
+def _of_two_ages(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    """A prompt whose first blocks one older version cached, and a later one the rest, upon them or by itself."""
+    stated = evidence.record.weight_version
+    older = sorted((version for version in oracle.versions if version < stated), reverse=True)[:_VERSIONS_TRIED]
+    prompt = oracle.prompt_len
+    for newer, oldest in combinations(older, 2):
+        try:
+            first, then = (oracle.version(version) for version in (oldest, newer))
+            cached, old = _record(oracle, first)[0], oracle.logprobs(then)
+        except VersionUnavailable:
+            continue
+        if _beyond(evidence, oracle, old):
+            continue
+        for cut in sorted({size * (prompt // 2 // size or 1) for size in _SIZES if size < prompt}):
+            for said, layers in (
+                ("upon them", _record(oracle, then, cached, cut)[0]),
+                ("by itself", _joined(cached, _record(oracle, then)[0], cut)),
+            ):
+                for end in dict.fromkeys((prompt, prompt - 1)):
+                    decoder = _with_keys(oracle.decoder, layers, slice(0, end), (0, 1), range(len(layers)))
+                    values = partial(_mended, evidence, oracle, decoder, old, end)
+                    if promising(evidence, oracle, values):
+                        name = f"keys and values of tokens 0 to {cut - 1} of weight version {oldest}, and of version"
+                        name += f" {newer} up to {end - 1}, {said}"
+                        yield "stale_kv", name, values(np.arange(len(oracle.rows)))
+
+
+def _joined(front: Sequence[Kv], back: Sequence[Kv], cut: int) -> list[Kv]:
+    return [
+        (np.concatenate([a[:cut], c[cut:]]), np.concatenate([b[:cut], d[cut:]]))
+        for (a, b), (c, d) in zip(front, back, strict=True)
+    ]
 
 
 def _mended(evidence: Evidence, oracle: Oracle, decoder: Decoder, old: Logprobs, old_until: int, rows: I64) -> Logprobs:
@@ -130,13 +178,19 @@ def boundary(evidence: Evidence) -> Iterator[Suggestion]:
     )
 
 
-def _record(oracle: Oracle, decoder: Decoder) -> tuple[list[Kv], Logprobs]:
-    """Keys and values of the whole window under another version, and what that version would report."""
+def _record(oracle: Oracle, decoder: Decoder, cached: Sequence[Kv] = (), cut: int = 0) -> tuple[list[Kv], Logprobs]:
+    """Keys and values of the whole window under another version, and what that version would report.
+
+    cached: what stands in the cache of tokens 0..cut when the rest is computed.
+    """
     layers: list[Kv] = []
 
     def keep(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
-        layers.append((k.copy(), v.copy()))
-        return plain.attention(q, k, v, cu_q, cu_k)
+        own = k.copy(), v.copy()
+        if cut:
+            own[0][:cut], own[1][:cut] = (kind[:cut] for kind in cached[len(layers)])
+        layers.append(own)
+        return plain.attention(q, *own, cu_q, cu_k)
 
     return layers, oracle.logprobs(edited(decoder, Edit("attention", keep)))
 

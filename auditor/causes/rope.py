@@ -1,37 +1,52 @@
 """Rotations: another base or scaling on one side, or positions that go another way from some token on."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Final
 
 import numpy as np
 
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
-from auditor.causes.fit import best_fit, few_digits
+from auditor.causes.fit import best_fit, climbed, few_digits
 from auditor.causes.oracle import F64, Oracle
+from auditor.causes.scalings import (
+    FACTORS,
+    LLAMA3,
+    THETAS,
+    YARN,
+    YARN_PLAIN,
+    base,
+    by_frequency,
+    constant,
+    dynamic,
+    stretched,
+)
 from auditor.causes.search import Candidate, Model, nearest, nearest_model
 from auditor.causes.seen import some_layers
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I64, Bits, Reference
 
-_THETAS: Final = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
-_FACTORS: Final = (2.0, 4.0, 8.0, 3.0, 1.5, 6.0, 16.0, 32.0, 0.5, 2.5, 5.0, 10.0)
 _OFFSETS: Final = (1, -1, 2, -2, 3, -3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128)
 _ROUNDING: Final = 0.1  # a median difference above which positions do more than round
 _FEW: Final = 4
 _TRIAL: Final = 12
 _PROMISING: Final = 0.7
-_KINDS: Final = ("Llama 3 scaling", "YaRN scaling", "YaRN scaling with lengths left as they are")
+_RANKS: Final = (2, 4, 8, 3)
+_ORIGINAL: Final = tuple(2**power for power in range(5, 18))
 _SKIPS: Final = (1, -1, 2, 8)
+_STILL: Final = (3, 6, 12, 32, 128)  # tokens at one position
 _MOST_PADS: Final = 96
+
+Stretch = tuple[str, float, float]  # kind, factor, original length
+Skip = tuple[int, int, int]  # from which token on, by how many, or for how many they stand still
 
 
 def rope(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Try what people get wrong; the best one that explains enough is named."""
     best = nearest_model(evidence, oracle, _models(evidence, oracle))
     if evidence.begins is None and (best is None or (best.score < CERTAIN and best.cause == "rope_scaling")):
-        fits = chain(_stretched(evidence, oracle), _fitted(evidence, oracle), _skips(evidence, oracle))
+        fits = chain(*(fit(evidence, oracle) for fit in (_stretched, _fitted, _skips)))
         fitted = nearest(evidence, oracle, fits)
         if fitted is not None and (best is None or fitted.score > best.score):
             best = fitted
@@ -66,7 +81,7 @@ def _fitted(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     found, truth = (values[oracle.window][few].astype(np.float64) for values in (evidence.found, evidence.truth))
     where = np.arange(len(oracle.tokens), dtype=np.float64)
     kinds = (
-        ("RoPE base", 0.02 * stated, 200.0 * stated, lambda theta: _base(own, stated, theta)),
+        ("RoPE base", 0.02 * stated, 200.0 * stated, lambda theta: base(own, stated, theta)),
         ("linear RoPE scaling by", 0.25, 64.0, lambda factor: own / factor),
     )
     for name, low, high, scaled in kinds:
@@ -83,32 +98,45 @@ def _fitted(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
 
 
 def _skips(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
-    """Positions that skip some, or repeat some, inside of the prompt: from whichever token fits best on a few rows."""
+    """Positions that skip some, repeat some, or stand still for a while inside of the prompt.
+
+    From whichever token on, and for as long, as fits best on a few rows.
+    """
     few, prompt = _few_wrong(evidence, oracle), oracle.prompt_len
     if few.size < _FEW:
         return
     found, truth = (values[oracle.window][few].astype(np.float64) for values in (evidence.found, evidence.truth))
-    where, said = np.arange(len(oracle.tokens), dtype=np.float64), dict[tuple[int, int], float]()
+    where, said = np.arange(len(oracle.tokens), dtype=np.float64), dict[Skip, float]()
 
-    def moved(start: int, by: int) -> Decoder:
-        return edited(oracle.decoder, _turned(oracle, np.where(where >= start, where + by, where)))
+    def moved(skip: Skip) -> Decoder:
+        start, by, still = skip
+        after = np.clip(where - start + 1, 0, still) if still else by * (where >= start)
+        return edited(oracle.decoder, _turned(oracle, where - after if still else where + after))
 
-    def error(skip: tuple[int, int]) -> float:
+    def error(skip: Skip) -> float:
         if skip not in said:
-            said[skip] = float(np.abs(oracle.logprobs_of_rows(moved(*skip), few) - found).mean())
+            out = not 1 <= skip[0] <= prompt or skip[2] < 0
+            trial = np.full(few.size, np.inf) if out else oracle.logprobs_of_rows(moved(skip), few)
+            said[skip] = float(np.abs(trial - found).mean())
         return said[skip]
 
-    for by in _SKIPS:
-        start, step = min(((prompt * quarter // 4, by) for quarter in (1, 2, 3)), key=error)[0], max(1, prompt // 8)
-        while step and error((start, by)) > 0.0:
-            closer = min((max(1, start - step), min(prompt, start + step)), key=lambda at: error((at, by)))
-            if error((closer, by)) < error((start, by)):
-                start = closer
-            else:
-                step //= 2
-        if error((start, by)) < _PROMISING * float(np.abs(truth - found).mean()):
-            name = f"positions from token {start} on moved by {by:+d}"
-            yield "position_offset", name, oracle.logprobs(moved(start, by))
+    stills: list[Skip] = [(prompt * at // 4, 0, size) for size in _STILL for at in (1, 2, 3) if size < prompt]
+    kinds: list[list[Skip]] = [[(prompt * at // 4, by, 0) for at in (1, 2, 3)] for by in _SKIPS]
+    for kind in filter(None, (*kinds, stills)):
+        best = climbed(min(kind, key=error), _beside, error, max(1, prompt // 8))
+        if error(best) < _PROMISING * float(np.abs(truth - found).mean()):
+            start, by, still = best
+            how = f"standing still for {still} tokens" if still else f"moved by {by:+d}"
+            yield "position_offset", f"positions from token {start} on {how}", oracle.logprobs(moved(best))
+
+
+def _beside(skip: Skip, step: int) -> Iterator[Skip]:
+    """From an earlier or a later token on, and where positions stand still, for longer or not as long."""
+    start, by, still = skip
+    for way in (step, -step):
+        yield start + way, by, still
+        if still:
+            yield from ((start, by, still + way), (start - way, by, still + way))
 
 
 def _few_wrong(evidence: Evidence, oracle: Oracle) -> np.ndarray:
@@ -120,7 +148,7 @@ def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
     where = np.arange(len(oracle.tokens), dtype=np.float64)
     scalings = [
         Model.of(oracle.decoder, "rope_scaling", name, _turned(oracle, where, frequencies, length))
-        for name, frequencies, length in _scalings(oracle)
+        for name, frequencies, length in (*constant(oracle), *by_frequency(oracle), *_at_lengths(oracle))
     ]
     moves = [
         Model.of(oracle.decoder, "position_offset", name, _turned(oracle, positions))
@@ -129,14 +157,47 @@ def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
     if evidence.begins is not None:
         yield from moves
         return  # other angles are wrong from the first token on
-    yield from (*scalings[:3], *moves, *scalings[3:])
-    for name, frequencies, length in list(_scalings(oracle))[: len(_FACTORS) + len(_THETAS)]:
+    ranks = [
+        Model.of(oracle.decoder, "context_parallel", name, _turned(oracle, positions[: len(where)]))
+        for name, positions in _of_ranks(len(evidence.rollout.tokens))
+    ]
+    yield from (*scalings[:3], *moves, *ranks, *scalings[3:])
+    for name, frequencies, length in list(constant(oracle))[: len(FACTORS) + len(THETAS)]:
         for layers in some_layers(oracle.decoder.config.layers):
             there = _turned(oracle, where, frequencies, length).at(
                 *((layer, call) for layer in layers for call in (0, 1))
             )
             said = f"{name}, in layers {', '.join(map(str, layers))}"
             yield Model("rope_scaling", said, edited(oracle.decoder, there))
+
+
+def _at_lengths(oracle: Oracle) -> Iterator[tuple[str, F64, float]]:
+    """Dynamic scaling by the whole length, which takes all rows along."""
+    total = len(oracle.tokens)
+    for factor in (1.0, 2.0, 4.0, 8.0):
+        for original in (length for length in _ORIGINAL if length < total):
+            name = f"dynamic NTK scaling by {factor:g} of {original} positions"
+            yield name, dynamic(oracle, factor, original, total), 1.0
+
+
+def _of_ranks(total: int) -> Iterator[tuple[str, F64]]:
+    """Positions that count a rank's own slices, or slices in another order than the sequence's."""
+    where = np.arange(total, dtype=np.float64)
+    for ranks in _RANKS:
+        edges = np.round(np.arange(2 * ranks + 1) * total / (2 * ranks)).astype(np.int64)
+        spans = [np.arange(a, b) for a, b in pairwise(edges)]
+        mine = [np.concatenate([spans[rank], spans[-1 - rank]]) for rank in range(ranks)]
+        order = np.concatenate(mine)
+        own, placed = np.empty(total), np.empty(total)
+        for held in mine:
+            own[held] = np.arange(len(held))
+        placed[order] = where
+        yield f"positions in the order of {ranks} ranks' slices", placed
+        yield f"positions of {ranks} ranks' slices, put back in a wrong order", where[order]
+        yield f"positions that each of {ranks} ranks counts by itself, two slices each", own
+        cuts = np.round(np.arange(ranks + 1) * total / ranks).astype(np.int64)
+        begun = np.concatenate([np.arange(b - a, dtype=np.float64) for a, b in pairwise(cuts)])
+        yield f"positions that each of {ranks} ranks counts by itself", begun
 
 
 def _turned(oracle: Oracle, positions: F64, frequencies: F64 | None = None, length: float = 1.0) -> Edit:
@@ -148,21 +209,6 @@ def _turned(oracle: Oracle, positions: F64, frequencies: F64 | None = None, leng
         return plain.rope(x, cos, sin, at)
 
     return Edit("rope", rope)
-
-
-def _scalings(oracle: Oracle) -> Iterator[tuple[str, F64, float]]:
-    """Name, frequencies, and what cosine and sine are multiplied by."""
-    own, stated = oracle.frequencies, oracle.decoder.config.rope_theta
-    for factor in _FACTORS:
-        yield f"linear RoPE scaling by {factor:g}", own / factor, 1.0
-    for theta in _THETAS:
-        if theta != stated:
-            yield f"RoPE base {theta:g} (config: {stated:g})", _base(own, stated, theta), 1.0
-    for factor in (2.0, 4.0, 8.0, 16.0, 32.0, 40.0):
-        yield f"NTK scaling by {factor:g}", _base(own, stated, stated * factor ** (len(own) / (len(own) - 1))), 1.0
-
-
-Stretch = tuple[int, float, float]  # kind, factor, original length
 
 
 def _stretched(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
@@ -179,7 +225,7 @@ def _stretched(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
             said[stretch] = float(np.abs(trial - wanted).mean())
         return said[stretch]
 
-    for kind in range(len(_KINDS)):
+    for kind in (LLAMA3, YARN, YARN_PLAIN):
         best = min(((kind, f, n) for f in (4.0, 16.0) for n in (64.0, 1024.0, 16384.0)), key=error)
         step = 4.0
         while step > 1.5 and error(best) > 0.0:
@@ -192,17 +238,14 @@ def _stretched(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
             else:
                 step /= 2
         if error(best) < _PROMISING * float(np.abs(truth - wanted).mean()):
-            name = f"{_KINDS[kind]} by {best[1]:g} of {best[2]:g} positions"
+            name = f"{kind} by {best[1]:g} of {best[2]:g} positions"
             yield "rope_scaling", name, oracle.logprobs(edited(oracle.decoder, _of(oracle, best)))
 
 
 def _of(oracle: Oracle, stretch: Stretch) -> Edit:
     kind, factor, original = stretch
-    where, own = np.arange(len(oracle.tokens), dtype=np.float64), oracle.frequencies
-    if kind == 0:
-        return _turned(oracle, where, _llama3(own, factor, original))
-    yarn = _yarn(own, oracle.decoder.config.rope_theta, factor, original)
-    return _turned(oracle, where, yarn, 0.1 * np.log(factor) + 1.0 if kind == 1 else 1.0)
+    where = np.arange(len(oracle.tokens), dtype=np.float64)
+    return _turned(oracle, where, *stretched(oracle, kind, factor, original, (32.0, 1.0)))
 
 
 def _moves(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, F64]]:
@@ -220,29 +263,3 @@ def _moves(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, F64]]:
             yield f"{said} in steps of {step:g}", np.where(after >= 0, start + step * after, where)
     for offset in (-1, 2):
         yield f"all positions moved by {offset:+d}", where + offset
-
-
-def _base(own: F64, stated: float, theta: float) -> F64:
-    changed: F64 = own ** (np.log(theta) / np.log(stated))
-    return changed
-
-
-def _yarn(own: F64, theta: float, factor: float, original: float) -> F64:
-    """Frequencies of YaRN (arXiv 2309.00071), its ramp from 32 to 1 rotations."""
-    dim = 2 * len(own)
-
-    def at(rotations: float) -> float:
-        return float(dim * np.log(original / (rotations * 2 * np.pi)) / (2 * np.log(theta)))
-
-    low, high = max(np.floor(at(32.0)), 0.0), min(np.ceil(at(1.0)), dim - 1.0)
-    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
-    scaled: F64 = own / factor * ramp + own * (1.0 - ramp)
-    return scaled
-
-
-def _llama3(own: F64, factor: float, original: float) -> F64:
-    """Llama 3's scaling: wavelengths blended between a quarter of the original length and all of it."""
-    wavelength = 2 * np.pi / own
-    smooth = np.clip((original / wavelength - 1.0) / 3.0, 0.0, 1.0)
-    scaled: F64 = (1.0 - smooth) * own / factor + smooth * own
-    return scaled

@@ -11,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from auditor.causes.edits import Edit, edited
-from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle
-from auditor.causes.search import Model, nearest_model
+from auditor.causes.search import Candidate, Model, nearest, nearest_model
+from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import I32, Bits, Reference
 
 Part = tuple[int, int, I64]  # first row, last row (exclusive), keys
@@ -22,14 +23,51 @@ Mask = Callable[[int], list[Part]]
 _WINDOWS: Final = (4096, 2048, 1024, 512, 256, 128, 64, 48, 32, 24, 16, 8)
 _CHUNKS: Final = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
 _SINK: Final = 4
+_SINKS: Final = (0, 1, 2, 4)
+_SHORT: Final = 64  # tokens of a prompt in which windows of every size are tried
+_FEW: Final = 4  # wrong rows on which windows are told apart
+_CLOSEST: Final = 4
+_PROMISING: Final = 0.7  # of the difference
 _FEW_LAYERS: Final = 4
 _BLOCKS: Final = (16, 32, 64, 128, 256)
 
 
 def attention_mask(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Try what masks people get wrong, and whatever may be lost where the first value is wrong."""
-    if best := nearest_model(evidence, oracle, _models(evidence, oracle)):
+    best = nearest_model(evidence, oracle, _models(evidence, oracle))
+    if evidence.begins is None and (best is None or best.score < CERTAIN):
+        closer = nearest(evidence, oracle, _closest_windows(evidence, oracle))
+        best = closer if closer and (best is None or closer.score > best.score) else best
+    if best is not None:
         yield best
+
+
+def _closest_windows(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    """Windows shorter than the prompt, in all layers or some: of the sizes that fit best on a few rows, with sinks."""
+    rows = np.flatnonzero(evidence.differs[oracle.window] & np.isfinite(evidence.found[oracle.window]))[:_FEW]
+    found, truth = (values[oracle.window][rows].astype(np.float64) for values in (evidence.found, evidence.truth))
+    there = [(), *some_layers(oracle.decoder.config.layers)]
+    sizes = range(2, oracle.prompt_len) if oracle.prompt_len <= _SHORT else _WINDOWS
+
+    def under(kind: tuple[int, int, tuple[int, ...]]) -> Decoder:
+        size, sink, layers = kind
+        edit = Edit("attention", seeing(window(size, sink)))
+        return edited(oracle.decoder, edit.at(*((layer, 0) for layer in layers)) if layers else edit)
+
+    def error(kind: tuple[int, int, tuple[int, ...]]) -> float:
+        return float(np.abs(oracle.logprobs_of_rows(under(kind), rows).astype(np.float64) - found).mean())
+
+    kinds = sorted((error((size, 0, layers)), size, layers) for size in sizes for layers in there)[:_CLOSEST]
+    tried = ((size - sink, sink, layers) for _, size, layers in kinds for sink in _SINKS if size - sink > 0)
+    tried_too = ((size, sink, layers) for _, size, layers in kinds for sink in _SINKS[1:])
+    before = float(np.abs(truth - found).mean())
+    for kind in dict.fromkeys((*tried, *tried_too)):
+        if error(kind) < _PROMISING * before:
+            size, sink, layers = kind
+            where = f", in layers {', '.join(map(str, layers))}," if layers else ""
+            sinks = f" and the first {sink}" if sink else ""
+            name = f"an attention in which{where} tokens see {size} back{sinks}"
+            yield "attention_mask", name, oracle.logprobs(under(kind))
 
 
 def seeing(mask: Mask) -> Callable[..., Any]:
@@ -74,6 +112,34 @@ def slices(edges: list[int]) -> Mask:
     def parts(count: int) -> list[Part]:
         starts = [0, *(edge for edge in edges if 0 < edge < count), count]
         return [(a, b, np.arange(a, b)) for a, b in pairwise(starts)]
+
+    return parts
+
+
+def of_ranks(edges: list[int]) -> Mask:
+    """The first and the last slice are one rank's, the second and the last but one another's, and see no other's."""
+
+    def parts(count: int) -> list[Part]:
+        spans = list(pairwise(edges))
+        keys = []
+        for at, (first, last) in enumerate(spans):
+            mate = spans[-1 - at]
+            front = np.arange(*mate) if mate[0] < first else np.arange(0)
+            keys.append((first, min(last, count), np.r_[front, first : min(last, count)]))
+        return [part for part in keys if part[0] < count]
+
+    return parts
+
+
+def missing(edges: list[int], back: int) -> Mask:
+    """No row sees the slice that is so many before its own, as where one step of a ring is lost."""
+
+    def parts(count: int) -> list[Part]:
+        spans, rows = list(pairwise(edges)), []
+        for at, (first, last) in enumerate(spans):
+            end, lost = min(last, count), spans[at - back] if at >= back else (0, 0)
+            rows.append((first, end, np.r_[0 : lost[0], lost[1] : end]))
+        return [part for part in rows if part[0] < count]
 
     return parts
 
@@ -141,13 +207,26 @@ def _masks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, str, Mask]
     for size in _WINDOWS:
         if size + _SINK < total:
             yield "attention_mask", f"tokens see {size} back and the first {_SINK}", window(size, _SINK)
-    for parts in (2, 4, 8):
-        edges = [round(i * len(evidence.rollout.tokens) / parts) for i in range(1, parts)]
-        yield "context_parallel", f"each of {parts} slices sees itself only", slices(edges)
+    yield from _of_slices(len(evidence.rollout.tokens))
     for size in _CHUNKS:
         if size < total:
             name = f"each chunk of {size} tokens sees itself only"
             yield "kv_boundary", name, slices(list(range(size, total, size)))
+
+
+def _of_slices(length: int) -> Iterator[tuple[str, str, Mask]]:
+    """What context parallelism loses of a sequence of that length."""
+    # Chunks of a cache would come to an end with the sequence by chance only, so slices are said first.
+    for parts in (2, 4, 8, 6, 3):
+        edges = [round(i * length / parts) for i in range(1, parts)]
+        yield "context_parallel", f"each of {parts} slices sees itself only", slices(edges)
+        if parts % 2 == 0 and parts > 2:
+            name = f"each of {parts // 2} ranks sees its own two of {parts} slices only"
+            yield "context_parallel", name, of_ranks([0, *edges, length])
+        if parts in (4, 8, 3):
+            for back in range(1, parts - 1):
+                name = f"slices of {parts} do not see the one {back} before"
+                yield "context_parallel", name, missing([0, *edges, length], back)
 
 
 def _lost(oracle: Oracle, first: int) -> Iterator[tuple[str, str, Mask]]:

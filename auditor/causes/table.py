@@ -21,6 +21,7 @@ from auditor.causes.oracle import Oracle, OutOfBudget
 from auditor.causes.patterns import BEYOND_BY_BOTH, begins_somewhere, flat_last_bits, other_weights, trend
 from auditor.causes.pieces import Piece, largest_piece, together
 from auditor.causes.precision import low_precision
+from auditor.causes.prompt import chunk_of_the_prompt, one_more_token, other_prompt
 from auditor.causes.reduction import rounding_noise, split_sums
 from auditor.causes.rope import padded_positions, rope
 from auditor.causes.routing import other_experts
@@ -28,6 +29,7 @@ from auditor.causes.seen import attention_mask
 from auditor.causes.shards import one_shard
 from auditor.causes.softmax import tokens_forbidden, touched_tokens
 from auditor.causes.steps import two_steps
+from auditor.causes.stepwise import row_by_row
 from auditor.causes.temperature import temperature
 from auditor.causes.transform import unrelated_values, value_transform
 from auditor.causes.truncation import truncation
@@ -60,22 +62,27 @@ READ: Final[tuple[Read, ...]] = (
 # What it looks like where nothing was found.
 LOOKS_LIKE: Final[tuple[Pattern, ...]] = (flat_last_bits, other_weights, trend, begins_somewhere)
 # Computed by the reference; what is common and cheap first, for time may run out on a large model.
-COMPUTED: Final[tuple[Compute, ...]] = (
+OF_ROWS: Final[tuple[Compute, ...]] = (
     temperature,
     low_precision_head,
     wrong_row,
     other_token,
     truncation,
     one_shard,
-    stale_weights,
     touched_tokens,
     logit_processor,
+    stale_weights,
+)
+OF_MODELS: Final[tuple[Compute, ...]] = (
     split_sums,
     stale_kv,
+    row_by_row,
     attention_mask,
     cut_in_front,
     more_in_front,
     part_of_the_prompt,
+    chunk_of_the_prompt,
+    other_prompt,
     mixed_weights,
     low_precision,
     low_precision_output,
@@ -85,7 +92,11 @@ COMPUTED: Final[tuple[Compute, ...]] = (
     altered_weights,
     two_steps,
     padded_positions,
+    one_more_token,
 )
+COMPUTED: Final[tuple[Compute, ...]] = (*OF_ROWS, *OF_MODELS)
+# Where values are wrong by themselves; whole models may have said them one by one, as a draft's does.
+BY_THEMSELVES: Final[tuple[Compute, ...]] = (*OF_ROWS, other_model, two_steps)
 
 
 def diagnose(evidence: Evidence, oracle: Oracle | None) -> tuple[Suggestion, ...]:
@@ -120,7 +131,7 @@ def ranked(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
 def _computed(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
     found: list[Suggestion] = []
     try:
-        for compute in COMPUTED:
+        for compute in BY_THEMSELVES if evidence.pointwise else COMPUTED:
             # Where neither side computes as the reference does, no fault finer than that could be told.
             if compute is split_sums and not evidence.alone and _within(BEYOND_BY_BOTH, evidence, oracle):
                 break

@@ -12,6 +12,7 @@ from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import Oracle
 from auditor.causes.search import Model, nearest_model
 from rl_kernel.reference import _reference
+from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I32, I64, Bits, Reference, narrow, widen
 
@@ -61,7 +62,9 @@ def _edits(decoder: Decoder) -> Iterator[tuple[str, str, Callable[..., Any]]]:
         yield "attention", f"scores softly capped at {cap:g}", _capped(cap)
     yield "rope", "a rotation of neighbouring values", _interleaved
     yield "rope", "queries and keys that are not rotated", lambda plain, x, cos, sin, positions: x
-    yield "rope", "a rotation of half of each head", _partly_rotated
+    for share in (0.5, 0.25, 0.75):
+        if turned := round(share * dim / 2):
+            yield "rope", f"a rotation of {share:g} of each head", _partly_rotated(config, turned)
     yield "swiglu", "GELU for SiLU", _gelu
     yield "residual_add", "a block that adds nothing", lambda plain, block, stream: stream
     yield "residual_add", "a block without its residual", lambda plain, block, stream: block
@@ -132,11 +135,17 @@ def _interleaved(plain: Reference, x: Bits, cos: F32, sin: F32, positions: I64) 
     return np.ascontiguousarray(turned[:, :, np.argsort(order)])
 
 
-def _partly_rotated(plain: Reference, x: Bits, cos: F32, sin: F32, positions: I64) -> Bits:
-    """The first half of each head, by the frequencies of a head of that size."""
-    half = x.shape[2] // 2
-    turned = plain.rope(x[:, :, :half].copy(), cos[:, ::2].copy(), sin[:, ::2].copy(), positions)
-    return np.concatenate([turned, x[:, :, half:]], axis=2)
+def _partly_rotated(config: DecoderConfig, pairs: int) -> Callable[..., Any]:
+    """So many pairs at the beginning of each head, by the frequencies of a head of that size."""
+    frequencies = np.float64(config.rope_theta) ** (-np.arange(pairs, dtype=np.float64) / pairs)
+
+    def rope(plain: Reference, x: Bits, cos: F32, sin: F32, positions: I64) -> Bits:
+        angle = np.arange(int(positions.max()) + 1, dtype=np.float64)[:, None] * frequencies[None, :]
+        table = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+        turned = plain.rope(x[:, :, : 2 * pairs].copy(), *table, positions)
+        return np.concatenate([turned, x[:, :, 2 * pairs :]], axis=2)
+
+    return rope
 
 
 def _gelu(plain: Reference, x: Bits) -> Bits:

@@ -1,0 +1,210 @@
+"""A prompt in which one token is another, one stands in front of all, or a part sees itself only.
+
+Which token it is shows in what its absence does: where another one stands in its place, values move much as they do
+where nothing sees it. Then every token that may stand there is tried, on the first wrong rows.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import chain, combinations, pairwise
+from typing import Final
+
+import numpy as np
+
+from auditor.causes.edits import Edit, edited
+from auditor.causes.evidence import HINT, Evidence, Suggestion
+from auditor.causes.fit import climbed
+from auditor.causes.oracle import F64, I64, Oracle
+from auditor.causes.search import Candidate, cosine, nearest
+from auditor.causes.seen import Part, seeing, slices, without
+from auditor.compare import Logprobs
+from rl_kernel.reference.model import Decoder
+
+_LEAST: Final = 12
+_ROWS: Final = 4  # wrong rows on which parts of the prompt are told apart
+_EXACT: Final = 2
+_PIECES: Final = 24  # that are hidden one by one
+_EDGES: Final = 8
+_SIZES: Final = 16
+_ALIKE: Final = 0.5  # cosine of two differences
+_PERHAPS: Final = 0.42  # the same, where it is worth while to look on
+_STANDS_OUT: Final = 0.05
+_SINGLE: Final = 512  # tokens that are all tried in one place
+_SPECIAL: Final = 8
+_BEYOND: Final = 0.05  # a median difference that another token makes
+_BLOCK: Final = 16
+_STARTS: Final = 3  # parts of the prompt from which better ones are looked for
+_PROMISING: Final = 0.7  # of the difference
+
+Span = tuple[int, int]
+
+
+def alone(first: int, last: int) -> Callable[[int], list[Part]]:
+    """Rows first..last see no key in front of them."""
+
+    def parts(count: int) -> list[Part]:
+        end = min(last, count)
+        rows = [(0, first, np.arange(first)), (first, end, np.arange(first, end)), (end, count, np.arange(count))]
+        return [part for part in rows if part[0] < part[1]]
+
+    return parts
+
+
+def chunk_of_the_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """A part of the prompt that was computed by itself, or every chunk of it."""
+    if evidence.begins is None and (best := nearest(evidence, oracle, _chunks(evidence, oracle))):
+        yield best
+
+
+def _chunks(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    rows, prompt = _wrong(evidence, oracle)[:_ROWS], oracle.prompt_len
+    if rows.size < _ROWS or prompt < _EDGES:
+        return
+    found = evidence.found[oracle.window][rows].astype(np.float64)
+    before = float(np.abs(found - evidence.truth[oracle.window][rows]).mean())
+    errors: dict[Span, float] = {}
+
+    def error(span: Span) -> float:
+        if span not in errors:
+            out = not 0 < span[0] < span[1] <= prompt
+            trial = np.full(rows.size, np.inf) if out else oracle.logprobs_of_rows(_alone(oracle, span), rows)
+            errors[span] = float(np.abs(trial - found).mean())
+        return errors[span]
+
+    block = _BLOCK if prompt > _EDGES * _BLOCK else _BLOCK // 4
+    cuts = {*np.linspace(0, prompt, _EDGES + 1).round().astype(int).tolist(), *range(block, prompt, block)} - {0}
+    for start in sorted(combinations(sorted(cuts), 2), key=error)[:_STARTS]:
+        span = climbed(start, _beside, error, max(1, prompt // _EDGES // 2))
+        name = f"an attention in which tokens {span[0]} to {span[1] - 1} see themselves only"
+        if error(span) < _PROMISING * before:
+            yield "kv_boundary", name, oracle.logprobs(_alone(oracle, span))
+    for size in range(2, min(_SIZES, prompt - 1) + 1):
+        decoder = edited(oracle.decoder, Edit("attention", seeing(_in_chunks(size, prompt))))
+        if (oracle.logprobs_of_rows(decoder, rows[:_EXACT]) == found[:_EXACT]).all():
+            name = f"an attention in which each chunk of {size} tokens of the prompt sees itself only"
+            yield "kv_boundary", name, oracle.logprobs(decoder)
+
+
+def _beside(span: Span, step: int) -> Iterator[Span]:
+    first, last = span
+    yield from ((first + step, last), (first - step, last), (first, last + step), (first, last - step))
+
+
+def _alone(oracle: Oracle, span: Span) -> Decoder:
+    return edited(oracle.decoder, Edit("attention", seeing(alone(*span))))
+
+
+def _in_chunks(size: int, prompt: int) -> Callable[[int], list[Part]]:
+    def parts(count: int) -> list[Part]:
+        end = min(prompt, count)
+        rest = [(end, count, np.arange(count))] if end < count else []
+        return slices(list(range(size, end, size)))(end) + rest
+
+    return parts
+
+
+def other_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """One token, or a part, that is something else; or another start."""
+    wrong = _wrong(evidence, oracle)
+    if evidence.begins is not None or wrong.size < _LEAST:
+        return
+    if np.median(np.abs(evidence.delta[oracle.window][wrong])) < _BEYOND:
+        return
+    (first, last), alike, apart = _standing_out(evidence, oracle, wrong)
+    tokens = _tokens(oracle) if last - first == 1 and alike > _PERHAPS else []
+    if best := nearest(evidence, oracle, _in_place(evidence, oracle, first, tokens)):
+        yield best
+        return
+    if alike > _ALIKE and apart > _STANDS_OUT:
+        which = f"token {first} of the prompt is" if last - first == 1 else f"tokens {first} to {last - 1} are"
+        yield Suggestion(
+            "other_context", HINT, f"values move as they do where nothing sees it: {which} something else, it seems"
+        )
+        return
+    special = _tokens(oracle)[:_SPECIAL]
+    start = chain(_in_place(evidence, oracle, 0, special), _in_front(evidence, oracle, special))
+    if best := nearest(evidence, oracle, start):
+        yield best
+
+
+def one_more_token(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """Any one token in front of all."""
+    wrong = _wrong(evidence, oracle)
+    if evidence.begins is not None or wrong.size < _LEAST:
+        return
+    if np.median(np.abs(evidence.delta[oracle.window][wrong])) < _BEYOND:
+        return
+    if best := nearest(evidence, oracle, _in_front(evidence, oracle, _tokens(oracle)[_SPECIAL:])):
+        yield best
+
+
+def _standing_out(evidence: Evidence, oracle: Oracle, wrong: I64) -> tuple[Span, float, float]:
+    """The part of the prompt whose absence has the effect most alike to the difference; how alike; above all others."""
+    window, last = oracle.window, oracle.prompt_len
+    delta = evidence.delta[window][wrong]
+    alike: dict[Span, float] = {}
+
+    def unlike(span: Span) -> float:
+        """Below 1; above where there is no such part."""
+        if not 0 <= span[0] < span[1] <= last or span[1] - span[0] == last:
+            return 2.0
+        if span not in alike:
+            unseen = edited(oracle.decoder, Edit("attention", seeing(without(*span))))
+            effect: F64 = oracle.logprobs(unseen)[wrong].astype(np.float64) - evidence.truth[window][wrong]
+            alike[span] = (cosine(effect, delta) + cosine(_evened(effect), _evened(delta))) / 2
+        return 1.0 - alike[span]
+
+    edges = np.unique(np.linspace(0, last, min(_PIECES, last) + 1).round().astype(int)).tolist()
+    pieces = list(pairwise(edges))
+    likest, *others = sorted(pieces, key=unlike)
+    best = climbed(likest, _beside, unlike, max(1, (likest[1] - likest[0]) // 2))
+    second = max((alike[piece] for piece in others if piece[1] < best[0] or piece[0] > best[1]), default=0.0)
+    return best, alike[best], alike[best] - second
+
+
+def _evened(values: F64) -> F64:
+    """The few largest ones cut down: one row should not speak for all."""
+    limit = 2.0 * float(np.median(np.abs(values)))
+    return np.clip(values, -limit, limit)
+
+
+def _in_place(evidence: Evidence, oracle: Oracle, at: int, tokens: list[int]) -> Iterator[Candidate]:
+    for token in tokens:
+        other = oracle.tokens.copy()
+        other[at] = token
+        if _right(evidence, oracle, other, 0):
+            name = f"the sequence with token {token} in the place of {int(oracle.tokens[at])} at {at}"
+            yield "other_context", name, _of_tokens(oracle, other, np.arange(len(oracle.rows)), 0)
+            return
+
+
+def _in_front(evidence: Evidence, oracle: Oracle, tokens: list[int]) -> Iterator[Candidate]:
+    for token in tokens:
+        longer = np.concatenate([[token], oracle.tokens])
+        if _right(evidence, oracle, longer, 1):
+            name = f"the sequence with token {token} in front of it"
+            yield "other_context", name, _of_tokens(oracle, longer, np.arange(len(oracle.rows)), 1)
+            return
+
+
+def _tokens(oracle: Oracle) -> list[int]:
+    """What may stand somewhere: all tokens of a small vocabulary, or its first and last ones and the sample's."""
+    vocab = oracle.decoder.config.vocab
+    special = [*range(_SPECIAL // 2), *range(vocab - _SPECIAL // 2, vocab)]
+    rest = range(vocab) if vocab <= _SINGLE else oracle.tokens[: oracle.prompt_len].tolist()[:_SINGLE]
+    return list(dict.fromkeys((*special, *rest)))
+
+
+def _right(evidence: Evidence, oracle: Oracle, tokens: I64, more: int) -> bool:
+    """Whether the first wrong rows have the values that another sequence would give."""
+    rows = _wrong(evidence, oracle)[:_EXACT]
+    return bool((_of_tokens(oracle, tokens, rows, more) == evidence.found[oracle.window][rows]).all())
+
+
+def _of_tokens(oracle: Oracle, tokens: I64, rows: I64, more: int) -> Logprobs:
+    at = oracle.rows[rows] + more
+    hidden = oracle.hidden(oracle.decoder, tokens[: int(at.max()) + 1])
+    return oracle.from_logits(oracle.head(oracle.decoder, hidden[at]), targets=oracle.targets[rows])
+
+
+def _wrong(evidence: Evidence, oracle: Oracle) -> I64:
+    return np.flatnonzero(evidence.differs[oracle.window] & np.isfinite(evidence.found[oracle.window]))

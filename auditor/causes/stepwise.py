@@ -1,0 +1,206 @@
+"""A response computed row by row on the keys and values of what stands in front, as an engine decodes it.
+
+Where values are right up to some token, only what the next row sees, or where it stands, can be wrong. One row costs
+little, so everything that may have happened to it is tried; what fits is kept, and the next row is tried upon it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final
+
+import numpy as np
+
+from auditor.causes.context_parallel import slicings
+from auditor.causes.edits import Edit, edited
+from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.oracle import I64, Oracle
+from auditor.causes.scalings import Scaling, scalings
+from auditor.causes.search import Candidate, nearest
+from auditor.compare import Logprobs
+from rl_kernel.reference.ops import F32, I32, Bits, Reference
+
+_FARTHEST: Final = 256  # positions that a row is looked for away
+_NEAR: Final = (1, -1, 2, -2)
+_MOST_KEYS: Final = 96  # of which every span is tried
+_EDGES: Final = 16
+_ROWS: Final = 3  # that must follow before a whole response is computed
+_LARGEST: Final = 1 << 27  # values of a cache that is kept
+_TOKENS: Final = 1024  # that are all tried in a place
+_TOLD: Final = 8  # runs of rows that are told
+_SMALLEST: Final = 8  # tokens of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row may be.
+
+    offset: of its position; hidden: keys first..last that it does not see; token: of its input; scaling: of its angles.
+    """
+
+    offset: int = 0
+    hidden: tuple[int, int] = (0, 0)
+    token: int | None = None
+    scaling: Scaling | None = None
+
+
+class Kept:
+    """Keys (rotated) and values of every layer, right up to some row, and whatever was said of the rows behind it."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self._layers: list[tuple[Bits, Bits]] = []
+
+        def keep(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+            self._layers.append((k.copy(), v.copy()))
+            return plain.attention(q, k, v, cu_q, cu_k)
+
+        oracle.hidden(edited(oracle.decoder, Edit("attention", keep)))
+
+    def value(self, at: int, row: Row, keep: bool = False) -> np.float32:
+        """Log-probability of token at + 1 in the row of token `at`. keep: its keys and values for the rows behind."""
+        oracle, layer = self._oracle, iter(range(len(self._layers)))
+        frequencies, length = row.scaling.of(at) if row.scaling else (oracle.frequencies, 1.0)
+        angle = (at + row.offset) * frequencies[None, :]
+        cos, sin = ((length * part).astype(np.float32) for part in (np.cos(angle), np.sin(angle)))
+        first, last = row.hidden
+        seen = np.r_[0:first, last:at] if last > first else np.arange(at)
+
+        def rope(plain: Reference, x: Bits, _cos: F32, _sin: F32, _at: I64) -> Any:
+            return plain.rope(x, cos, sin, np.zeros(1, np.int64))
+
+        def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+            keys, values = self._layers[next(layer)]
+            if keep:
+                keys[at], values[at] = k[0], v[0]
+            k, v = np.concatenate([keys[seen], k]), np.concatenate([values[seen], v])
+            return plain.attention(q, k, v, cu_q, np.array([0, len(k)], np.int32))
+
+        token = oracle.tokens[at : at + 1] if row.token is None else np.array([row.token])
+        decoder = edited(oracle.decoder, Edit("rope", rope), Edit("attention", attention))
+        logits = oracle.head(oracle.decoder, oracle.hidden(decoder, token))
+        value: np.float32 = oracle.from_logits(logits, targets=oracle.tokens[at + 1 : at + 2])[0]
+        return value
+
+
+def row_by_row(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """From the first wrong row on: other positions, keys that it does not see, or another token as its input."""
+    config, differs = oracle.decoder.config, np.flatnonzero(evidence.differs)
+    if len(oracle.tokens) * config.layers * config.kv_heads * config.head_dim > _LARGEST:
+        return
+    first = int(evidence.positions[differs[0]]) - 1
+    if best := nearest(evidence, oracle, _followed(evidence, oracle, first)):
+        yield best
+
+
+def _followed(evidence: Evidence, oracle: Oracle, first: int) -> Iterator[Candidate]:
+    for kind in (_positions, _masks, _angles, _inputs):
+        kept = Kept(oracle)
+        rows, values = _follow(evidence, oracle, kept, first, kind)
+        if len(rows) >= min(_ROWS, len(values)):
+            cause, name = _named(rows, first, len(evidence.rollout.tokens))
+            yield cause, name, values
+
+
+def _follow(evidence: Evidence, oracle: Oracle, kept: Kept, first: int, kind: Any) -> tuple[list[Row], Logprobs]:
+    """What every row from `first` on was, and the window's values; no row where the first few are not explained."""
+    values, rows = evidence.truth[oracle.window].copy(), list[Row]()
+    found, start, last = evidence.found[oracle.window], int(oracle.rows[0]), Row()
+    for at in range(max(first, start), int(oracle.rows[-1]) + 1):
+        wanted = found[at - start]
+        row = next((row for row in kind(oracle, at, last, rows) if kept.value(at, row) == wanted), None)
+        if row is None and len(rows) < _ROWS:
+            return [], values
+        last = last if row is None else row
+        values[at - start] = kept.value(at, last, keep=True)
+        rows.append(last)
+    return rows, values
+
+
+def _positions(oracle: Oracle, at: int, last: Row, before: Sequence[Row]) -> Iterator[Row]:
+    """As the row before, standing still, then all others from near to far."""
+    tried = [last.offset, last.offset - 1, last.offset + 1, 0, -at] if before else []
+    far = min(_FARTHEST, max(2 * at, 64))
+    tried += [by for size in range(1, far + 1) for by in (size, -size) if at + by >= 0]
+    yield from (Row(offset=by) for by in dict.fromkeys(tried) if at + by >= 0)
+
+
+def _masks(oracle: Oracle, at: int, last: Row, before: Sequence[Row]) -> Iterator[Row]:
+    """As the row before, with a window that moves on, nothing hidden; for the first row every span of keys."""
+    if before:
+        first, end = last.hidden
+        yield from (last, Row(hidden=(first, end + 1)), Row(hidden=(first + 1, end + 1)), Row())
+        if len(before) >= _ROWS and last.hidden == (0, 0):
+            return
+    edges = range(at + 1) if at <= _MOST_KEYS else _some_edges(oracle, at)
+    if not before or last.hidden != (0, 0):
+        yield from (Row(hidden=(a, b)) for b in reversed(edges) for a in edges if a < b)
+
+
+def _some_edges(oracle: Oracle, at: int) -> list[int]:
+    cuts = {0, oracle.prompt_len, at, *range(0, at, max(_EDGES, at // _MOST_KEYS // _EDGES * _EDGES))}
+    cuts |= {int(edge) for _, inner in slicings(at + 1) for edge in inner}
+    return sorted(cut for cut in cuts if cut <= at)
+
+
+def _inputs(oracle: Oracle, at: int, last: Row, before: Sequence[Row]) -> Iterator[Row]:
+    """Another token in the place of the first row's, its own behind it."""
+    if before:
+        yield Row()
+    elif oracle.decoder.config.vocab <= _TOKENS:
+        yield from (Row(token=token) for token in range(oracle.decoder.config.vocab))
+
+
+def _angles(oracle: Oracle, at: int, last: Row, before: Sequence[Row]) -> Iterator[Row]:
+    """Another scaling of the rotation from the first row on."""
+    if before:
+        yield last
+    else:
+        # Where nothing is right in front, what scales all rows is another search's.
+        known = scalings(oracle, at, at > oracle.rows[0])
+        yield from (Row(scaling=scaling) for scaling in known)
+
+
+def _named(rows: list[Row], first: int, total: int) -> tuple[str, str]:
+    """Cause, and what happened, run by run."""
+    if rows[0].token is not None:
+        return "other_context", f"a sequence with token {rows[0].token} in the place of token {first}"
+    if rows[0].scaling is not None:
+        return "rope_scaling", f"{rows[0].scaling.name}, from token {first} on"
+    if any(row.offset for row in rows):
+        runs = [(offset, len(list(run))) for offset, run in groupby(row.offset for row in rows)]
+        starts = np.cumsum([first, *(count for _, count in runs)])[:-1]
+        said = ", ".join(
+            f"by {by:+d} from token {at} on" for (by, _), at in list(zip(runs, starts, strict=True))[:_TOLD]
+        )
+        cut = len(runs) > 2 and _at_slices(total, starts.tolist())
+        return ("context_parallel" if cut else "position_offset"), f"positions moved {said}"
+    return _named_mask(rows, first, total)
+
+
+def _named_mask(rows: list[Row], first: int, total: int) -> tuple[str, str]:
+    begun, ended = rows[0].hidden
+    if all(row.hidden == (0, ended + at) for at, row in enumerate(rows)):
+        return "attention_mask", f"an attention in which tokens from {first} on see {first - ended + 1} back"
+    runs = [(hidden, len(list(run))) for hidden, run in groupby(row.hidden for row in rows)]
+    starts = np.cumsum([first, *(count for _, count in runs)]).tolist()
+    said = ", ".join(
+        f"from {at} to {until - 1} do not see tokens {a} to {b - 1}"
+        for ((a, b), _), at, until in list(zip(runs, starts, starts[1:], strict=False))[:_TOLD]
+        if b > a
+    )
+    edges = [*starts[:-1], *(edge for hidden, _ in runs for edge in hidden)]
+    if _at_slices(total, edges) and (begun > 0 or len(runs) > 1 or first % _SMALLEST):
+        cause = "context_parallel"
+    else:
+        # Keys right in front that are gone are a chunk's or a block's; others were hidden on purpose.
+        cause = "kv_boundary" if ended == first else "attention_mask"
+    return cause, f"an attention in which tokens {said}"
+
+
+def _at_slices(total: int, edges: list[int]) -> bool:
+    """Whether all of these are edges of as many slices as there are ranks, and not of blocks of a cache."""
+    inner = [edge for edge in edges if 0 < edge < total]
+    if all(edge % _EDGES == 0 for edge in inner) and total % _EDGES == 0:
+        return any(set(inner) <= set(cuts.tolist()) for parts, cuts in slicings(total) if parts in (2, 3, 4))
+    return any(set(inner) <= set(cuts.tolist()) for parts, cuts in slicings(total) if parts in (2, 3, 4, 6, 8, 16))
