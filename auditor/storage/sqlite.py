@@ -22,21 +22,40 @@ class SqliteDatabase:
     def __init__(self, path: Path, writer: bool) -> None:
         self._path = path
         self._lock = _lock(path) if writer else None
-        with self._translated():
-            mode = "rwc" if writer else "ro"
-            self._connection = sqlite3.connect(
-                f"{path.absolute().as_uri()}?mode={mode}",
-                uri=True,
-                isolation_level=None,
-                check_same_thread=False,
-                timeout=10,
-            )
-            if writer:
+        self._connect("rwc" if writer else "ro")
+        if writer:
+            with self._translated():
                 self._refuse_foreign()
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 # A commit must survive a power cut, for it is acknowledged; NORMAL would not sync the WAL.
                 self._connection.execute("PRAGMA synchronous = FULL")
                 self._connection.execute("PRAGMA wal_autocheckpoint = 4000")
+            self._opened = _identity(path)
+
+    def _connect(self, mode: str) -> None:
+        opened = _identity(self._path)
+        with self._translated():
+            self._connection = sqlite3.connect(
+                f"{self._path.absolute().as_uri()}?mode={mode}",
+                uri=True,
+                isolation_level=None,
+                check_same_thread=False,
+                timeout=10,
+            )
+        self._opened = opened
+
+    def _stay_in_place(self) -> None:
+        """A reader follows to the file that now has the name. A writer does not: what it writes to a file that was
+        removed is durable for nobody, and another file is not its ledger.
+        """
+        if self._opened is not None and _identity(self._path) == self._opened:
+            return
+        if self._lock is not None:
+            raise LedgerError(f"ledger {self._path} is no longer the file that was opened; put it back, or start again")
+        if not self._connection.in_transaction:
+            left = self._connection
+            self._connect("ro")
+            left.close()
 
     def _refuse_foreign(self) -> None:
         """ConfigError, before anything is written, where the file is the database of another program."""
@@ -47,11 +66,15 @@ class SqliteDatabase:
 
     def all(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Run one statement and return its rows."""
+        if self._lock is None:
+            self._stay_in_place()
         with self._translated():
             return self._connection.execute(sql, arguments).fetchall()
 
     def run(self, sql: str, arguments: Sequence[Any] = ()) -> int:
         """Run one statement; the number of rows that it changed."""
+        if sql in ("BEGIN", "COMMIT"):
+            self._stay_in_place()
         with self._translated():
             return self._connection.execute(sql, arguments).rowcount
 
@@ -82,6 +105,15 @@ class SqliteDatabase:
             yield
         except sqlite3.Error as error:
             raise LedgerError(f"ledger {self._path}: {error}") from error
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Device and inode; None where it cannot be found."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _size(file: Path) -> int:

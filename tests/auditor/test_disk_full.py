@@ -1,13 +1,14 @@
-"""The disk under the ledger is full, really: what is acknowledged is stored, and all the rest arrives later."""
+"""The ledger's disk is full, really, or its file gone: what is acknowledged is stored, and the rest arrives later."""
 
 import os
 import resource
+import sqlite3
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,26 @@ def small_files(folder: Path) -> Iterator[tuple[AuditorProcess, Room]]:
         yield auditor, room
 
 
+@contextmanager
+def another_file(folder: Path) -> Iterator[tuple[AuditorProcess, Room]]:
+    """Somebody puts a copy in the ledger's place: what is written to the file that was there would be lost with it."""
+    with running_auditor(folder / "a") as auditor:
+        (folder / "old").mkdir()
+
+        def room(there: bool) -> None:
+            if not there:
+                with closing(sqlite3.connect(auditor.ledger)) as now, closing(sqlite3.connect(folder / "copy")) as copy:
+                    now.backup(copy)
+                    copy.execute("PRAGMA journal_mode = DELETE")
+            start, end = (folder / "old", auditor.folder) if there else (auditor.folder, folder / "old")
+            for file in start.glob("ledger.db*"):
+                file.rename(end / file.name)
+            if not there:
+                (folder / "copy").rename(auditor.ledger)
+
+        yield auditor, room
+
+
 def readiness(auditor: AuditorProcess) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(f"http://{auditor.http}/readyz", timeout=10) as answer:
@@ -73,8 +94,15 @@ def readiness(auditor: AuditorProcess) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-@pytest.mark.parametrize(("disk", "said"), [(small_disk, "database or disk is full"), (small_files, "disk I/O error")])
-def test_a_full_disk_acknowledges_nothing_says_so_and_recovers_with_every_record_once(
+@pytest.mark.parametrize(
+    ("disk", "said"),
+    [
+        (small_disk, "database or disk is full"),
+        (small_files, "disk I/O error"),
+        (another_file, "is no longer the file that was opened"),
+    ],
+)
+def test_a_disk_that_takes_nothing_acknowledges_nothing_says_so_and_recovers_with_every_record_once(
     tmp_path: Path, disk: Callable[[Path], object], said: str
 ) -> None:
     with disk(tmp_path) as (auditor, room):  # type: ignore[attr-defined]
