@@ -53,6 +53,7 @@ class Models:
         try:
             decoder = Decoder.open(folder, contract)
         except ModelError as error:
+            self._store.reject(folder)
             raise RecomputeError(str(error), "weights_unreadable") from error
         if decoder.weight_digest != digest:
             self._store.reject(folder)

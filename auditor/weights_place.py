@@ -40,7 +40,7 @@ class WeightsStore(Protocol):
         """Every version there is, ascending. near: a folder of the job that is meant."""
 
     def reject(self, folder: Path) -> None:
-        """The folder's bytes are not what they are said to be: a copy is not kept."""
+        """The folder's files are not what they are said to be, or not whole: a copy is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,8 @@ class RemoteWeights:
 
     def _fetched(self, version: int, digest: str) -> Path:
         copy = self._cache / f"{_name(version)}-{digest[:16]}"
-        with _locked(self._cache / f".{copy.name}.lock"):
+        # Somebody may have tidied the cache away, or filled its disk.
+        with _translated(f"weights_cache {self._cache}"), _locked(self._cache / f".{copy.name}.lock"):
             if copy.is_dir():
                 os.utime(copy)
                 return copy
@@ -210,6 +211,7 @@ def _last_used(folder: Path) -> float:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """One worker of this machine at a time; the lock goes with the process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -108,6 +108,24 @@ def test_the_copies_used_last_stay(store: Store, weights_root: Path, tmp_path: P
     assert not old.exists()
 
 
+def test_a_cache_that_was_tidied_away_is_made_again(store: Store, weights_root: Path, tmp_path: Path) -> None:
+    store.put(weights_root / "v000001", "tidied/v000001")
+    cache, digest_1 = tmp_path / "cache", digest_of(weights_root, 1)
+    weights = place(store, "tidied", cache).open()
+    copy = weights.folder(1, digest_1)
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(RecomputeError, match="holds no"):
+        Models(weights).get(1, digest_1, CONTRACT.digest())
+    assert Models(weights).get(1, digest_1, CONTRACT.digest()).weight_digest == digest_1, "half a copy is not kept"
+    shutil.rmtree(cache)
+    assert Models(weights).get(1, digest_1, CONTRACT.digest()).weight_digest == digest_1
+    shutil.rmtree(cache)
+    cache.touch()
+    with pytest.raises(RecomputeError, match=f"weights_cache {cache}: ") as refused:
+        weights.folder(1, digest_1)
+    assert refused.value.code == "weights_unreachable", "and is tried again"
+
+
 def test_an_auditor_recomputes_from_the_store_and_finds_the_stale_version_in_it(
     store: Store, weights_root: Path, tmp_path: Path
 ) -> None:
