@@ -154,7 +154,9 @@ class Weights(Section):
     directory: str = Field(
         default="", description="where versions are published, in a folder for each run; empty: in the run's own"
     )
-    keep: int = Field(default=3, ge=2, le=_MANY, description="versions that stay on disk in any case")
+    keep: int = Field(
+        default=3, ge=2, le=_MANY, description="versions that stay on disk; of a run in which all matched, the last"
+    )
     keep_waiting: int = Field(
         default=10, ge=2, le=_MANY, description="and at most so many while the auditor has work left on them"
     )

@@ -39,7 +39,7 @@ def conclude(
         report.say(f"NOT CLEAN: {fault}")
     if running and summary.records.spooled:
         for side in sorted((folder.path / "spool").iterdir()):
-            report.say(f"deliver what waits: {_python()} -m auditor.submit {shown(side)} --address {running.grpc}")
+            report.say(f"deliver what waits: {_python()} -m auditor.submit {shown(side)} {_submit_flags(running)}")
     return 1 if summary.faults() else 0
 
 
@@ -69,6 +69,12 @@ def look_at(running: AuditorAccess, run_id: str) -> str:
     """Where a running auditor shows a run: page, API, metrics."""
     base, run = running.http.rstrip("/"), quote(run_id, safe="")
     return f"look at it: {base}/#/run/{run} (page), {base}/api/v1/runs/{run}, {base}/metrics"
+
+
+def _submit_flags(running: AuditorAccess) -> str:
+    files = ("token_file", "tls_ca", "tls_certificate", "tls_key")
+    given = [f"--{name.replace('_', '-')} {file}" for name in files if (file := getattr(running, name))]
+    return " ".join([f"--address {running.grpc}", *given])
 
 
 def _python() -> str:

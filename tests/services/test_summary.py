@@ -136,8 +136,12 @@ def test_a_run_whose_records_wait_on_disk_says_how_they_get_to_an_auditor_that_g
     folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
     (folder.path / "spool" / "rollout-0").mkdir(parents=True)
     waiting = replace(_summary(), records=Counts(accepted=3, spooled=5))
-    said = _said(lambda report: conclude(waiting, folder, report, None, AuditorAccess("host:1", "https://host:2/")))
-    assert f"-m auditor.submit {folder.path / 'spool' / 'rollout-0'} --address host:1" in said
+    running = AuditorAccess("host:1", "https://host:2/", "a/token", "ca.pem")
+    said = _said(lambda report: conclude(waiting, folder, report, None, running))
+    assert (
+        f"-m auditor.submit {folder.path / 'spool' / 'rollout-0'} --address host:1 --token-file a/token --tls-ca ca.pem"
+        in said
+    )
 
 
 def test_chosen_samples_that_the_reference_had_no_room_for_are_shown():
