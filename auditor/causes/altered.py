@@ -1,14 +1,19 @@
 """The named version's weights, read in a wrong place: of another projection, another layer, another rank."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.evidence import SETTLED, Evidence, Suggestion
+from auditor.causes.mixture import Source, measured_of
 from auditor.causes.oracle import Oracle
+from auditor.causes.parts import Layout
+from auditor.causes.rounded import Changed
 from auditor.causes.search import Model, nearest_model
+from auditor.causes.weights import searched
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Bits
 
@@ -18,23 +23,33 @@ _SWAPPED: Final = (
 )  # fmt: skip
 _LARGEST: Final = 1 << 30  # bytes of weights
 _RANKS: Final = (2, 4)
+_LEAST: Final = 1.5  # in roundings: less is made by no tensor that is another one
+_TRIED: Final = 100  # of what moves values too far for the first order to tell
 
 
 def altered_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """What explains most of the difference is named; not on a model of which copies would fill the memory."""
-    if sum(weight.nbytes for weight in oracle.decoder.weights.values()) > _LARGEST:
+    decoder = oracle.decoder
+    if sum(weight.nbytes for weight in decoder.weights.values()) > _LARGEST:
         return
-    if best := nearest_model(evidence, oracle, _models(oracle.decoder)):
+    measured = measured_of(evidence, oracle, near=False)
+    if measured is not None and measured.response is not None and measured.size < _LEAST:
+        return
+    models = (Model("other_weights", name, replace(decoder, weights=dict(w))) for name, w in _misplaced(decoder))
+    best = nearest_model(evidence, oracle, models)
+    if best:
         yield best
+    if measured is not None and (best is None or best.score < SETTLED):
+        mistakes = (*_misplaced(decoder), *_moved(decoder))
+        sources = [Source("other_weights", f"{{}} with {name}", weights) for name, weights in mistakes]
+        yield from searched(evidence, measured, sources, Layout.tensors, most=_TRIED)
+        lost = Source("other_weights", "no values in {}", Changed(decoder.weights, np.zeros_like))
+        effects = measured.effects([lost], parts=True)
+        yield from searched(evidence, measured, [lost], Layout.choices, effects=effects, most=_TRIED)
 
 
-def _models(decoder: Decoder) -> Iterator[Model]:
-    for name, weights in _misplaced(decoder):
-        if all(value.shape == decoder.weights[key].shape for key, value in weights.items()):
-            yield Model("other_weights", name, replace(decoder, weights=weights))
-
-
-def _misplaced(decoder: Decoder) -> Iterator[tuple[str, dict[str, Bits]]]:
+def _misplaced(decoder: Decoder) -> Iterator[tuple[str, Mapping[str, Bits]]]:
+    """Tensors in the place of others of their shape."""
     weights, layers = decoder.weights, decoder.config.layers
     for first, second in _SWAPPED:
         other = {n: n.replace(first, second) if first in n else n.replace(second, first) for n in weights}
@@ -48,9 +63,8 @@ def _misplaced(decoder: Decoder) -> Iterator[tuple[str, dict[str, Bits]]]:
     }
     for name, order in orders.items():
         yield name, {n: weights[_in_layer(n, order)] for n in weights}
-    for kind in sorted({n.rsplit(".", 2)[-2] for n, w in weights.items() if w.ndim == 2}):
-        for name, moved in _moves():
-            yield f"{kind} with {name}", {n: moved(w) if f"{kind}.weight" in n else w for n, w in weights.items()}
+    for first, second in (("mlp.gate_proj", "mlp.up_proj"), ("self_attn.k_proj", "self_attn.v_proj")):
+        yield f"{first} and {second} row by row in turn", _in_turn(weights, first, second)
 
 
 def _in_layer(name: str, order: Sequence[int] | np.ndarray) -> str:
@@ -61,14 +75,45 @@ def _in_layer(name: str, order: Sequence[int] | np.ndarray) -> str:
     return ".".join(parts)
 
 
-def _moves() -> Iterator[tuple[str, Callable[[Bits], Bits]]]:
-    """What a rank's slice is put together wrong by."""
+def _in_turn(weights: Mapping[str, Bits], first: str, second: str) -> dict[str, Bits]:
+    """Of two matrices that are held as one: one's rows are the even ones of both, and the other's the odd ones."""
+    result = dict(weights)
+    for name in weights:
+        if first in name:
+            both = np.concatenate([weights[name], weights[name.replace(first, second)]])
+            result[name], result[name.replace(first, second)] = both[::2].copy(), both[1::2].copy()
+    return result
+
+
+def _moved(decoder: Decoder) -> Iterator[tuple[str, Mapping[str, Bits]]]:
+    """What a matrix is put together wrong by: rows or columns of ranks, of heads, of pairs."""
+    dim = decoder.config.head_dim
     for ranks in _RANKS:
         for axis, what in ((0, "rows"), (1, "columns")):
-            yield f"the {what} of {ranks} ranks in reverse order", _reversed(ranks, axis)
-    yield "its rows one too far", lambda w: np.roll(w, 1, axis=0)
-    yield "no values", np.zeros_like
+            yield f"the {what} of {ranks} ranks in reverse order", _each(decoder, partial(_reversed, ranks, axis))
+    yield "its rows one too far", _each(decoder, lambda w: np.roll(w, 1, axis=0))
+    for said, apart in (("two by two", (-1, 2)), ("half by half", (2, -1))):
+        yield f"the values of each head {said}", _each(decoder, partial(_turned, dim, apart))
+    yield "neighbouring heads swapped", _each(decoder, partial(_heads_swapped, dim))
 
 
-def _reversed(ranks: int, axis: int) -> Callable[[Bits], Bits]:
-    return lambda w: np.concatenate(np.array_split(w, ranks, axis)[::-1], axis)
+def _each(decoder: Decoder, move: Callable[[Bits], Bits]) -> Mapping[str, Bits]:
+    return Changed(decoder.weights, lambda w: move(w) if w.ndim == 2 else w)
+
+
+def _reversed(ranks: int, axis: int, w: Bits) -> Bits:
+    return np.concatenate(np.array_split(w, ranks, axis)[::-1], axis)
+
+
+def _turned(dim: int, apart: tuple[int, int], w: Bits) -> Bits:
+    """Rows of a head as another layout of its rotation has them."""
+    if len(w) % dim:
+        return w
+    heads = w.reshape(-1, dim, w.shape[1])
+    return np.concatenate([head.reshape(*apart, w.shape[1]).swapaxes(0, 1).reshape(dim, -1) for head in heads])
+
+
+def _heads_swapped(dim: int, w: Bits) -> Bits:
+    if len(w) % (2 * dim):
+        return w
+    return w.reshape(-1, 2, dim, w.shape[1])[:, ::-1].reshape(w.shape)

@@ -1,197 +1,235 @@
-"""Two versions of the weights in one model: which tensors are of which, or how far all have come between them."""
+"""Other weights in parts of a model: which parts, of which other weights, make what a side reports.
 
-from collections.abc import Iterator
-from dataclasses import replace
+Every part's effect is known to the first order, so what is likely can be told from what is not without a forward. The
+likeliest are then tried in the contract's arithmetic on the first wrong tokens, of which a right guess has the bits.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from auditor.causes.oracle import F64, Oracle
-from auditor.causes.search import subsets
+from auditor.causes.evidence import Evidence
+from auditor.causes.oracle import F64, I64, Oracle
+from auditor.causes.parts import Choice, Layout, Part, replaced
+from auditor.causes.response import Effect, Response, response_of, total
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
-from rl_kernel.reference.ops import Bits, narrow, widen
+from rl_kernel.reference.ops import Bits
 
-_SINGLE: Final = 32  # tensors that are told apart one by one
-_USUAL_SHARES: Final = (2.0, 0.5, 4.0, 8.0, 0.25, 16.0)
-_RANKS: Final = (2, 4, 8)
-_BY_COLUMN: Final = ("o_proj", "down_proj")
-_BLOCKS: Final = ("self_attn.", "mlp.", "norm", "proj")
-_ON_THE_WAY: Final = 0.75  # of the difference: what a first guess must leave at most to be worked on
-_PASSES: Final = 3
-_BEST: Final = 2  # blocks whose share is looked for
-_FEW: Final = 12
-_TILE: Final = 64  # tokens of the vocabulary that a rank has whole
+_ROWS: Final = 72  # wrong rows on which weights are told apart
+_FEW: Final = 2  # of them whose bits tell
+_FAR: Final = 100.0  # times `rounding_noise`
+_ALL_ANEW: Final = 2.1  # times `rounding_noise`, in which about half of the roundings fall out anew
+_EXACTLY: Final = 1e-3  # of a rounding, squared: a difference below which is none
+_BEAM: Final = 24
+_KEPT: Final = 192  # sets
+_ROUNDS: Final = 10
+_ANOTHER: Final = 3.0  # as a logarithm: how unlikely each further set of weights is in one model
 
-Chosen = frozenset[str]
+
+Effects = Mapping[str, Effect]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """Other weights that parts may be of. cost: as a choice's. of: what is said of parts, with `{}` for their name."""
+
+    cause: str
+    of: str
+    weights: Mapping[str, Bits]
+    cost: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Weights that a side may have had. unlikely: the lower, the earlier it is tried. effect: [B], in roundings."""
+
+    cause: str
+    said: str
+    unlikely: float
+    make: Callable[[], Mapping[str, Bits]]
+    effect: F64
+    sources: tuple[Source, ...] = ()
+
+
+class Measured:
+    """The difference of a side in some rows, in roundings, and what other weights make of it."""
+
+    def __init__(self, oracle: Oracle, response: Response | None, rows: I64, found: Logprobs, truth: Logprobs) -> None:
+        self.oracle, self.response, self._rows = oracle, response, rows
+        self._found = found
+        self._layouts: dict[int, Layout] = {}
+        self.delta: F64 = self._in_roundings(truth)
+
+    @property
+    def size(self) -> float:
+        """Root of the mean square: 1 where every rounding fell out anew."""
+        return float(np.sqrt((self.delta * self.delta).mean()))
+
+    def effects(self, sources: Sequence[Source], parts: bool = False) -> Sequence[Effects]:
+        """As the response's; of nothing where there is none."""
+        others = [source.weights for source in sources]
+        return self.response.effects(others, parts) if self.response else [{} for _ in others]
+
+    def layout(self, source: Source) -> Layout:
+        """Of the tensors that a source changes."""
+        if id(source) not in self._layouts:
+            now = self.oracle.decoder.weights
+            changed = [n for n, w in now.items() if not np.array_equal(w, source.weights[n])]
+            self._layouts[id(source)] = Layout(now, changed)
+        return self._layouts[id(source)]
+
+    def unlikely(self, effect: F64, cost: float) -> float:
+        """Of weights with this effect: what it leaves of the difference, as a logarithm, and the cost."""
+        left = self.delta - effect
+        return cost + 0.5 * len(left) * float(np.log(left @ left + _EXACTLY * len(left)))
+
+    def gained(self, guess: Guess) -> float:
+        """How much likelier a guess is than no change at all, as a logarithm."""
+        return self.unlikely(0.0 * guess.effect, 0.0) - guess.unlikely
+
+    def explained(self, guess: Guess) -> float:
+        """The part of the difference's square that a guess takes away; 0 where nothing is known of it."""
+        if self.response is None:
+            return 0.0
+        left = self.delta - guess.effect
+        return 1.0 - min(1.0, float(left @ left) / float(self.delta @ self.delta))
+
+    def is_exact(self, decoder: Decoder) -> bool:
+        """Whether it has the side's bits in a few rows."""
+        few = self.oracle.logprobs_of_rows(decoder, self._rows[:_FEW])
+        return few.tobytes() == self._found[:_FEW].tobytes()
+
+    def first_exact(self, guesses: Iterable[Guess], most: int) -> Guess | None:
+        """Of the likeliest so many."""
+        likeliest = sorted(guesses, key=lambda guess: guess.unlikely)[:most]
+        return next((guess for guess in likeliest if self.is_exact(self.decoder(guess))), None)
+
+    def begin_from(self, guess: Guess) -> None:
+        """Measure around a guess, where what is left is closer to the first order."""
+        values = self.oracle.logprobs_of_rows(self.decoder(guess), self._rows)
+        self.delta = self._in_roundings(values) + guess.effect
+
+    def decoder(self, guess: Guess) -> Decoder:
+        """The oracle's own, with the weights of a guess."""
+        return replace(self.oracle.decoder, weights=dict(guess.make()))
+
+    def _in_roundings(self, values: Logprobs) -> F64:
+        delta = self._found.astype(np.float64) - values
+        return self.response.in_roundings(delta) if self.response else 0.0 * delta
+
+
+def measured_of(evidence: Evidence, oracle: Oracle, near: bool = True) -> Measured | None:
+    """Of the first wrong rows of the window; None where they are few, or right up to some token: no tensor is.
+
+    near: None also where the difference is far beyond what the first order tells.
+    """
+    window = oracle.window
+    found, truth = evidence.found[window], evidence.truth[window]
+    rows = np.flatnonzero(evidence.differs[window] & np.isfinite(found))[:_ROWS]
+    if rows.size < _FEW or evidence.begins is not None:
+        return None
+    median = float(np.median(np.abs(evidence.delta[evidence.differs])))
+    if oracle.noise is not None and median > _FAR * oracle.noise:
+        return None if near else Measured(oracle, None, rows, found[rows], truth[rows])
+    measured = Measured(oracle, response_of(oracle, rows), rows, found[rows], truth[rows])
+    if measured.response is not None:
+        oracle.noise = median / max(_ALL_ANEW * measured.size, 1e-9)
+    return measured
 
 
 class Mixture:
-    """The oracle's own weights, `now`, with parts of another version, `old`, judged on some rows of the window."""
+    """The oracle's own weights with parts of others."""
 
-    def __init__(self, oracle: Oracle, old: Decoder, rows: np.ndarray, found: Logprobs, truth: Logprobs) -> None:
-        self._oracle, self._rows = oracle, rows
-        self._before = float(np.abs(found[:_FEW].astype(np.float64) - truth[:_FEW]).mean())
-        self._now, self._old = oracle.decoder.weights, old.weights
-        self._found = found.astype(np.float64)
-        self._said: dict[Chosen, F64] = {}
-        self._names = [n for n, w in self._now.items() if not np.array_equal(w, self._old[n])]
+    def __init__(self, measured: Measured, sources: Sequence[Source], effects: Sequence[Effects]) -> None:
+        self._measured, self._sources, self._effects = measured, sources, effects
+        self._now = measured.oracle.decoder.weights
 
-    def parts(self, delta: F64) -> Iterator[tuple[str, Decoder]]:
-        """What is said of them, and the decoder: whatever set of tensors fits best, then a rank's part of all.
+    def of_choices(self, choices_of: Callable[[Layout], Iterable[Choice]]) -> Iterator[Guess]:
+        """Every choice of parts, of every source."""
+        for source, effects in zip(self._sources, self._effects, strict=True):
+            layout = self._measured.layout(source)
+            for choice in choices_of(layout):
+                if choice.parts:
+                    yield self._guess(((source, effects, choice.parts),), source.cost + choice.cost, choice.said)
 
-        delta: what the side's values differ by from the oracle's own. Sets are guessed from the effects of tensors, of
-        kinds and of layers, as if they added up; the best guess is then worked on one tensor at a time.
-        """
-        truth = self._found - delta
-        guesses = list(self._blocks())
-        for groups in self._groupings():
-            effects = np.stack([self._values(group) - truth for group in groups], axis=1)
-            guesses += [frozenset().union(*(groups[at] for at in chosen)) for chosen in subsets(effects, delta)]
-        best = min((guess for guess in guesses if guess), key=self._error, default=None)
-        if best is not None and self._error(best) < _ON_THE_WAY * np.abs(delta).mean():
-            best = self._worked_on(best)
-            yield self._name(best), self._mixed(best)
-        for rank, ranks in ((rank, count) for count in _RANKS for rank in range(count)):
-            sharded = self._with(_sharded(self._now, self._old, rank, ranks))
-            if self._helps(sharded):
-                yield f"the part of rank {rank} of {ranks}", sharded
+    def of_sets(self) -> list[Guess]:
+        """Any tensors of any of the sources: sets that are found one tensor at a time, the best few of them kept."""
+        names = list(dict.fromkeys(name for effects in self._effects for name in effects))
+        if not names:
+            return []
+        rows = len(self._measured.delta)
+        column = np.zeros((len(self._sources) + 1, len(names), rows))
+        for at, effects in enumerate(self._effects):
+            for place, name in enumerate(names):
+                if name in effects:
+                    column[at + 1, place] = effects[name].sums[:, -1]
+        states = _beam(column, self._measured.delta)
+        return [self._of_state(names, state, effect) for state, effect in states if any(state)]
 
-    def shares(self, delta: F64) -> Iterator[tuple[str, Decoder]]:
-        """Shares of what came since `old` that may have been added, once being right, in all tensors or in a block.
+    def _of_state(self, names: Sequence[str], state: tuple[int, ...], effect: F64) -> Guess:
+        chosen = []
+        for at in sorted(set(state) - {0}):
+            source = self._sources[at - 1]
+            mine = frozenset(n for n, s in zip(names, state, strict=True) if s == at)
+            parts = self._measured.layout(source).whole(mine)
+            chosen.append((source, self._effects[at - 1], parts))
+        count = sum(map(bool, state))
+        cost = _ANOTHER * len(chosen) + math.log(math.comb(len(names), count)) + count * math.log(len(chosen))
+        return self._guess(chosen, cost, None)
 
-        The effect of a block, times some number, gives it to the first order; one digit after the other is then
-        looked for around it.
-        """
-        truth, fits = self._found - delta, []
-        for block in dict.fromkeys((frozenset(self._names), *self._blocks(), self._moving(delta))):
-            effect = self._values(block) - truth
-            moved = float(effect @ delta / max(float(effect @ effect), 1e-300))
-            fits.append((float(np.abs(moved * effect - delta).mean()), moved, block))
-        for left, moved, block in sorted(fits, key=lambda fit: fit[0])[:_BEST]:
-            if left > _ON_THE_WAY * np.abs(delta).mean():
-                return
-            for share in (self._digits(round(1 - moved, 1), block), *_USUAL_SHARES):
-                where = "" if len(block) == len(self._names) else f" in {self._name(block)}"
-                shared = self._shared(share, block)
-                if self._helps(shared):
-                    yield f"{share:g} times what came since{where}", shared
+    def _guess(self, chosen: Sequence[tuple[Source, Effects, Sequence[Part]]], cost: float, said: str | None) -> Guess:
+        measured = self._measured
+        effect = sum((total(e, parts, len(measured.delta)) for _, e, parts in chosen), np.zeros(len(measured.delta)))
 
-    def _moving(self, delta: F64) -> Chosen:
-        """Kinds of which something was added or taken away, by least squares over all of them."""
-        kinds = list(self._groupings())[-2]
-        effects = np.stack([self._values(kind) - (self._found - delta) for kind in kinds], axis=1)
-        shares = np.abs(np.linalg.lstsq(effects, delta, rcond=None)[0])
-        return frozenset().union(*(kind for kind, share in zip(kinds, shares, strict=True) if share > shares.max() / 2))
+        def make() -> Mapping[str, Bits]:
+            weights = self._now
+            for source, _, parts in chosen:
+                weights = replaced(weights, source.weights, parts)
+            return weights
 
-    def _digits(self, share: float, block: Chosen) -> float:
-        said: dict[float, float] = {}
-        for step in (0.1, 0.1, 0.05, 0.02, 0.01):
-            near = [value for by in (0, 1, -1) if (value := round(share + by * step, 2)) not in (0.0, 1.0)]
-            for value in near:
-                if value not in said:
-                    said[value] = self._error_of(self._shared(value, block))
-            share = min(near, key=said.__getitem__)
-            if said[share] == 0.0:
-                break
-        return share
-
-    def _blocks(self) -> Iterator[Chosen]:
-        """Large parts: a block of all layers, a kind, a run of layers."""
-        yield from (frozenset(n for n in self._names if part in n) for part in _BLOCKS)
-        for groups in list(self._groupings())[-2:]:
-            yield from groups
-
-    def _shared(self, share: float, block: Chosen) -> Decoder:
-        moved = {name: _moved(self._old[name], self._now[name], share) for name in block}
-        return self._with({**self._now, **moved})
-
-    def _worked_on(self, chosen: Chosen) -> Chosen:
-        """Tensors put in or taken out, one at a time, while that brings the values nearer."""
-        for _ in range(_PASSES if len(self._names) <= _SINGLE else 0):
-            before = chosen
-            for name in self._names:
-                other = chosen ^ {name}
-                if other and self._error(other) < self._error(chosen):
-                    chosen = other
-                if self._error(chosen) == 0.0:
-                    return chosen
-            if chosen == before:
-                break
-        return chosen
-
-    def _groupings(self) -> Iterator[list[Chosen]]:
-        """What an update may leave out: single tensors where they are few, those of a kind, those of runs of layers."""
-        if len(self._names) <= _SINGLE:
-            yield [frozenset([name]) for name in self._names]
-        kinds: dict[str, set[str]] = {}
-        layers: dict[int, set[str]] = {}
-        for name in self._names:
-            kinds.setdefault(_kind(name), set()).add(name)
-            layers.setdefault(_layer(name), set()).add(name)
-        yield [frozenset(kind) for kind in kinds.values()]
-        runs = np.array_split(sorted(layers), min(len(layers), _SINGLE // 2))
-        yield [frozenset().union(*(layers[at] for at in run.tolist())) for run in runs]
-
-    def _values(self, chosen: Chosen) -> F64:
-        if chosen not in self._said:
-            self._said[chosen] = self._oracle.logprobs_of_rows(self._mixed(chosen), self._rows).astype(np.float64)
-        return self._said[chosen]
-
-    def _error(self, chosen: Chosen) -> float:
-        return float(np.abs(self._values(chosen) - self._found).mean())
-
-    def _helps(self, decoder: Decoder) -> bool:
-        """Whether it takes away some of the difference of a few rows."""
-        few = self._rows[:_FEW]
-        left = np.abs(self._oracle.logprobs_of_rows(decoder, few) - self._found[:_FEW]).mean()
-        return bool(left < _ON_THE_WAY * self._before)
-
-    def _error_of(self, decoder: Decoder) -> float:
-        return float(np.abs(self._oracle.logprobs_of_rows(decoder, self._rows) - self._found).mean())
-
-    def _mixed(self, chosen: Chosen) -> Decoder:
-        return self._with({**self._now, **{name: self._old[name] for name in chosen}})
-
-    def _with(self, weights: dict[str, Bits]) -> Decoder:
-        return replace(self._oracle.decoder, weights=weights)
-
-    def _name(self, chosen: Chosen) -> str:
-        """Kinds of which all are chosen by their name, the rest one by one."""
-        whole = [kind for kind in dict.fromkeys(map(_kind, self._names)) if self._of(kind) <= chosen]
-        rest = sorted(name for name in chosen if _kind(name) not in whole)
-        return ", ".join([*whole, *rest][:12]) + (
-            f" and {len(whole) + len(rest) - 12} more" * (len(whole) + len(rest) > 12)
-        )
-
-    def _of(self, kind: str) -> Chosen:
-        return frozenset(name for name in self._names if _kind(name) == kind)
+        name = " and ".join(source.of.format(said or _named(parts)) for source, _, parts in chosen)
+        sources = tuple(source for source, _, _ in chosen)
+        return Guess(sources[0].cause, name, measured.unlikely(effect, cost), make, effect, sources)
 
 
-def _kind(name: str) -> str:
-    return name.split(".", 3)[3] if name.startswith("model.layers.") else name
+def _named(parts: Sequence[Part]) -> str:
+    names = [part.name for part in parts]
+    return ", ".join(names[:12]) + f" and {len(names) - 12} more" * (len(names) > 12)
 
 
-def _layer(name: str) -> int:
-    return int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+def _beam(column: F64, delta: F64) -> list[tuple[tuple[int, ...], F64]]:
+    """Which source each tensor is of (0: none), and the effect of all: the likeliest of those on the way, in order.
 
-
-def _sharded(now: dict[str, Bits], old: dict[str, Bits], rank: int, ranks: int) -> dict[str, Bits]:
-    """One rank's rows of every matrix, or its columns where sums are cut, of the old version."""
-    mixed = dict(now)
-    for name, value in now.items():
-        axis = int(any(kind in name for kind in _BY_COLUMN))
-        if value.ndim != 2:
-            continue
-        width = value.shape[axis]
-        tile = _TILE if "embed" in name or "lm_head" in name else 1
-        size = -(-width // (ranks * tile)) * tile
-        mine = (slice(None),) * axis + (slice(rank * size, min((rank + 1) * size, width)),)
-        mixed[name] = value.copy()
-        mixed[name][mine] = old[name][mine]
-    return mixed
-
-
-def _moved(base: Bits, now: Bits, share: float) -> Bits:
-    start = widen(base)
-    return narrow(start + np.float32(share) * (widen(now) - start))
+    column: [S+1,tensors,B].
+    """
+    sources, tensors, rows = column.shape
+    places = np.arange(tensors)
+    between = np.einsum("sib,tib->ist", column, column)  # of two sources' effects of one tensor
+    states = np.repeat(np.arange(sources)[:, None], tensors, axis=1)
+    seen: dict[bytes, tuple[float, I64]] = {}
+    for _ in range(_ROUNDS + tensors // 2):
+        left = delta - column[states, places].sum(axis=1)
+        toward = np.einsum("mb,sib->mis", left, column)  # [M,tensors,S+1]
+        here = np.take_along_axis(toward, states[:, :, None], axis=2)
+        own = between[places[None, :], states, states][:, :, None]
+        cross = between[places[None, :], states]
+        squares = between[places[:, None], np.arange(sources), np.arange(sources)]
+        remains = (left * left).sum(axis=1)[:, None, None] - 2 * (toward - here) + squares + own - 2 * cross
+        moved = np.repeat(states, tensors * sources, axis=0).reshape(len(states), tensors, sources, tensors)
+        moved[:, places, :, places] = np.arange(sources)
+        flat = moved.reshape(-1, tensors)
+        used = (np.sort(flat, axis=1)[:, 1:] != np.sort(flat, axis=1)[:, :-1]).sum(axis=1) + 1 - (flat == 0).any(axis=1)
+        unlikely = _ANOTHER * used + 0.5 * rows * np.log(np.maximum(remains.reshape(-1), 0.0) + _EXACTLY * rows)
+        best = np.argsort(unlikely, kind="stable")[: 4 * _BEAM]
+        before = len(seen)
+        for at in best:
+            seen.setdefault(flat[at].tobytes(), (float(unlikely[at]), flat[at]))
+        ranked = sorted(seen.values(), key=lambda pair: pair[0])
+        if len(seen) == before:
+            break
+        states = np.stack([state for _, state in ranked[:_BEAM]])
+    return [(tuple(state.tolist()), column[state, places].sum(axis=0)) for _, state in ranked[:_KEPT]]

@@ -63,6 +63,8 @@ class Oracle:
         self.said: list[tuple[str, str, Logprobs]] = []
         # What rounding alone makes of the sample, once somebody has measured it.
         self.noise: float | None = None
+        # What the model's weights do to the values of some rows, once somebody has computed it.
+        self.responses: dict[bytes, object] = {}
         self._load = load
         self._budget = budget
         self._deadline = time.monotonic() + seconds
@@ -76,8 +78,7 @@ class Oracle:
 
         Costs one forward, or as much of one as the other tokens are shorter.
         """
-        self.check_budget()
-        self._budget -= 1.0 if tokens is None else len(tokens) / len(self.tokens)
+        self.spend(1.0 if tokens is None else len(tokens) / len(self.tokens))
         return decoder.hidden([self.tokens if tokens is None else tokens])
 
     @cached_property
@@ -144,10 +145,15 @@ class Oracle:
         """The same sample under another weight version; VersionUnavailable."""
         other = copy.copy(self)
         other.decoder = self.version(version)
-        other.said = []
+        other.said, other.responses = [], {}
         for name in ("own_hidden", "own_logits"):
             other.__dict__.pop(name, None)
         return other
+
+    def spend(self, forwards: float) -> None:
+        """Something else costs so many forwards; OutOfBudget where nothing more may be computed."""
+        self.check_budget()
+        self._budget -= forwards
 
     def check_budget(self) -> None:
         """OutOfBudget where nothing more may be computed."""

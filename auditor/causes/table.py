@@ -24,6 +24,7 @@ from auditor.causes.precision import low_precision
 from auditor.causes.prompt import chunk_of_the_prompt, one_more_token, other_prompt
 from auditor.causes.reduction import rounding_noise, split_sums
 from auditor.causes.rope import padded_positions, rope
+from auditor.causes.rounded import rounded_weights
 from auditor.causes.routing import other_experts
 from auditor.causes.seen import attention_mask
 from auditor.causes.shards import one_shard
@@ -84,6 +85,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     chunk_of_the_prompt,
     other_prompt,
     mixed_weights,
+    rounded_weights,
     low_precision,
     low_precision_output,
     other_model,

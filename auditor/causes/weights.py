@@ -1,18 +1,28 @@
-"""Other weights than the record names: stale by some versions, never delivered, or delivered in part."""
+"""Other weights than the record names: stale, never delivered, delivered in part or in another strength."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import Evidence, Suggestion
-from auditor.causes.mixture import Mixture
+from auditor.causes.evidence import SETTLED, STRONG, Evidence, Suggestion
+from auditor.causes.mixture import Effects, Guess, Measured, Mixture, Source, measured_of
 from auditor.causes.oracle import Oracle, VersionUnavailable
-from auditor.causes.search import Candidate, cosine, nearest
+from auditor.causes.parts import Choice, Layout
+from auditor.causes.search import Candidate, nearest
+from auditor.causes.strengths import Strengths
 
 _TRIED: Final = 12
-_ROWS: Final = 48  # wrong rows on which versions and their parts are told apart
-_LARGER: Final = 4.0  # times the effect of all of a version: what no part of it makes
+_LIKELIEST: Final = 160  # guesses that are tried on a few tokens
+_UNLIKELY: Final = 40  # the same, where none fits
+_HIDDEN: Final = 3.0  # in roundings: more cannot be hidden by them
+_FITS: Final = 8.0  # as a logarithm: how much likelier than no change a guess is, as no guess of many is by chance
+_CLOSE: Final = 15.0  # the same, from where on it is worked on
+_PASSES: Final = 2
+_IN_ONE: Final = 5  # other weights that are looked for in one model
+_FAR: Final = 12.0  # in roundings: where the first order tells nothing
+_MUCH: Final = 0.3  # of the square of a difference
+_POINTING: Final = 0.46  # more than a look, less than anything that was computed and takes away much
 
 
 def stale_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
@@ -42,44 +52,96 @@ def _cause(version: int, first: int, stated: int) -> str:
 
 
 def mixed_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """Some tensors, or one rank's part of all, of another version; or another share of what came since."""
-    if best := nearest(evidence, oracle, _mixtures(evidence, oracle)):
-        yield best
+    """Some tensors, or some ranks' parts of them, of other versions; or another strength of what came since."""
+    measured = measured_of(evidence, oracle)
+    if measured is not None:
+        versions = _sources(evidence, oracle)
+        effects = measured.effects(list(versions.values()), parts=True)
+        more = Strengths(measured, versions, dict(zip(versions, effects, strict=True))).guesses()
+        yield from searched(evidence, measured, list(versions.values()), Layout.choices, more, effects)
 
 
-def _mixtures(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
-    window, stated = oracle.window, evidence.record.weight_version
-    rows = np.flatnonzero(evidence.differs[window] & np.isfinite(evidence.found[window]))[:_ROWS]
-    if rows.size < 2 or evidence.begins is not None:
-        return  # no tensor is right up to some token
-    delta = evidence.found[window][rows].astype(np.float64) - evidence.truth[window][rows]
-    first = min(oracle.versions, default=stated)
-    for version in _related(evidence, oracle, rows, delta):
-        cause = _cause(version, first, stated)
-        mixture = Mixture(
-            oracle, oracle.version(version), rows, evidence.found[window][rows], evidence.truth[window][rows]
-        )
-        for name, decoder in mixture.parts(delta):
-            yield cause, f"version {stated} with {name} of version {version}", oracle.logprobs(decoder)
-        for name, decoder in mixture.shares(delta):
-            yield "adapter_scale", f"version {version} with {name}", oracle.logprobs(decoder)
+def searched(
+    evidence: Evidence,
+    measured: Measured,
+    sources: Sequence[Source],
+    choices_of: Callable[[Layout], Iterable[Choice]],
+    more: Iterable[Guess] = (),
+    effects: Sequence[Effects] | None = None,
+    most: int | None = None,
+) -> Iterator[Suggestion]:
+    """What has the side's bits among parts of other weights; or what points where they are.
 
-
-def _related(evidence: Evidence, oracle: Oracle, rows: np.ndarray, delta: np.ndarray) -> list[int]:
-    """The version before, the first, and whichever points most where the difference does.
-
-    None of which all has an effect far below the difference.
+    more: other guesses. most: how many are tried, where the first order does not tell.
     """
-    stated, truth = evidence.record.weight_version, evidence.truth[oracle.window][rows]
+    effects = measured.effects(sources) if effects is None else effects
+    guesses = [*Mixture(measured, sources, effects).of_choices(choices_of), *more]
+    exact = measured.first_exact(guesses, most or _worth(measured, guesses))
+    if exact is None and measured.response is not None and most is None:
+        best: dict[Source, float] = {}
+        for guess in guesses:
+            for source in guess.sources:
+                best[source] = min(guess.unlikely, best.get(source, np.inf))
+        near = [at for at, source in enumerate(sources) if source in sorted(best, key=best.__getitem__)[:_IN_ONE]]
+        mixture = Mixture(measured, [sources[at] for at in near], [effects[at] for at in near])
+        exact, sets = _in_sets(measured, mixture)
+        guesses += sets
+    yield from told(evidence, measured, exact, None if most else min(guesses, key=_unlikely, default=None))
+
+
+def _unlikely(guess: Guess) -> float:
+    return guess.unlikely
+
+
+def _in_sets(measured: Measured, mixture: Mixture) -> tuple[Guess | None, list[Guess]]:
+    """Any tensors together: one with the side's bits, and the likeliest; worked on where it comes close."""
+    found = []
+    for _ in range(_PASSES):
+        sets = mixture.of_sets()
+        found += sets[:1]
+        exact = measured.first_exact(sets, _worth(measured, sets))
+        if exact is not None or not sets or measured.gained(sets[0]) < _CLOSE:
+            return exact, found
+        measured.begin_from(sets[0])
+    return None, found
+
+
+def _worth(measured: Measured, guesses: Sequence[Guess]) -> int:
+    """How many are tried: few where none fits, fewer where what rounding hides cannot be all of the difference."""
+    if measured.response is None or max(map(measured.gained, guesses), default=0.0) > _FITS:
+        return _LIKELIEST
+    return _UNLIKELY if measured.size < _HIDDEN else _UNLIKELY // 8
+
+
+def told(evidence: Evidence, measured: Measured, exact: Guess | None, likeliest: Guess | None) -> Iterator[Suggestion]:
+    """What the values of a guess explain, and how much the difference points where it moves them."""
+    oracle, guess = measured.oracle, exact or likeliest
+    if guess is None or (exact is None and measured.gained(guess) < _FITS):
+        return
+    best = nearest(evidence, oracle, [(guess.cause, guess.said, oracle.logprobs(measured.decoder(guess)))])
+    if best is not None:
+        yield best
+    share = measured.explained(guess)
+    if (best is None or best.score < SETTLED) and share > _MUCH and measured.size < _FAR:
+        score = max(_POINTING, STRONG * (1.0 - float(np.sqrt(1.0 - share))))
+        said = f"the difference at {len(measured.delta)} tokens points where {guess.said} would move it"
+        yield Suggestion(guess.cause, score, f"{said}, by {share:.0%} of its square")
+
+
+def _sources(evidence: Evidence, oracle: Oracle) -> dict[int, Source]:
+    """By version: the ones before, the first, the next."""
+    stated = evidence.record.weight_version
     before = [version for version in sorted(oracle.versions, reverse=True) if version < stated]
     after = [version for version in sorted(oracle.versions) if version > stated]
-    effects: dict[int, np.ndarray] = {}
-    for version in dict.fromkeys([*before[:3], *before[-1:], *after[:1]]):
+    first = min(oracle.versions, default=stated)
+    found: dict[int, Source] = {}
+    for version in dict.fromkeys([*before[:1], *before[-1:], *before[1:3], *after[:1]]):
         try:
-            effect = oracle.logprobs_of_rows(oracle.version(version), rows).astype(np.float64) - truth
+            weights = oracle.version(version).weights
         except VersionUnavailable:
             continue
-        if 0 < np.abs(delta).mean() < _LARGER * np.abs(effect).mean():
-            effects[version] = effect
-    likest = sorted(effects, key=lambda version: -abs(cosine(effects[version], delta)))[:2]
-    return list(dict.fromkeys(version for version in (*before[:1], *before[-1:], *likest) if version in effects))
+        cost = 0.0 if version in (first, *before[:1]) else float(abs(stated - version))
+        found[version] = Source(
+            _cause(version, first, stated), f"version {stated} with {{}} of version {version}", weights, cost
+        )
+    return found

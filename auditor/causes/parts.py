@@ -1,0 +1,158 @@
+"""Parts of a model's weights that one transfer, one rank or one mistake may touch: which ones there are.
+
+A part is a run of a tensor's rows, or of its columns where a rank holds columns.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, product
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from rl_kernel.reference.ops import Bits
+
+_BY_COLUMN: Final = ("o_proj", "down_proj")
+_RANKS: Final = (2, 4, 8)
+_TILE: Final = 64  # tokens of the vocabulary that a rank has whole
+_BLOCKS: Final = ("self_attn.", "mlp.", "norm", "proj")
+_RUNS: Final = 16  # of layers, or of the tensors in their order, that are told apart
+_MOST: Final = 64  # tensors that are told apart one by one
+
+Names = frozenset[str]
+
+
+class Part(NamedTuple):
+    """Rows (or columns, see `by_column`) first..last of a tensor."""
+
+    name: str
+    first: int
+    last: int
+
+
+class Choice(NamedTuple):
+    """Parts that go together. cost: how much less likely beforehand than the likeliest, as a logarithm."""
+
+    said: str
+    parts: tuple[Part, ...]
+    cost: float
+
+
+def by_column(name: str) -> bool:
+    """Whether ranks hold columns of this matrix."""
+    return any(kind in name for kind in _BY_COLUMN)
+
+
+def kind_of(name: str) -> str:
+    """A tensor's name without its layer."""
+    return name.split(".", 3)[3] if name.startswith("model.layers.") else name
+
+
+def layer_of(name: str) -> int:
+    """−1 outside of the layers."""
+    return int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+
+
+def edges_of(name: str, width: int) -> list[int]:
+    """Where ranks' parts of a matrix may begin and end."""
+    return sorted({end for ranks in _RANKS for rank in range(ranks) for end in span(name, width, rank, ranks)})
+
+
+def span(name: str, width: int, rank: int, ranks: int) -> tuple[int, int]:
+    """A rank's part of so many rows or columns; of a vocabulary whole tiles."""
+    tile = _TILE if "embed" in name or "lm_head" in name else 1
+    size = -(-width // (ranks * tile)) * tile
+    first = min(rank * size, width)
+    return first, min(first + size, width)
+
+
+def replaced(now: Mapping[str, Bits], other: Mapping[str, Bits], parts: Sequence[Part]) -> dict[str, Bits]:
+    """Weights of which some parts are those of another set."""
+    mixed = dict(now)
+    for name, first, last in parts:
+        where = np.s_[:, first:last] if by_column(name) else np.s_[first:last]
+        if mixed[name] is now[name]:
+            if last - first == now[name].shape[by_column(name)]:
+                mixed[name] = other[name]
+                continue
+            mixed[name] = now[name].copy()
+        mixed[name][where] = other[name][where]
+    return mixed
+
+
+class Layout:
+    """The tensors that two sets of weights do not share, in the order of the file."""
+
+    def __init__(self, weights: Mapping[str, Bits], names: Sequence[str]) -> None:
+        self._widths = {name: weights[name].shape[by_column(name)] for name in names}
+        self._matrices = frozenset(name for name in names if weights[name].ndim == 2)
+        self.names = tuple(names)
+
+    def whole(self, names: Names) -> tuple[Part, ...]:
+        """Whole tensors."""
+        return tuple(Part(name, 0, self._widths[name]) for name in self.names if name in names)
+
+    def large(self) -> Iterator[tuple[str, Names]]:
+        """What is likely to be touched as a whole: all, a block, a kind, layers, a block of a layer."""
+        every = frozenset(self.names)
+        yield "all tensors", every
+        for block in _BLOCKS:
+            yield f"{block.strip('.')} tensors", frozenset(n for n in every if block in n)
+        for kind in dict.fromkeys(map(kind_of, self.names)):
+            yield kind, frozenset(n for n in every if kind_of(n) == kind)
+        layers = sorted({layer_of(n) for n in every})
+        for run in np.array_split(layers, min(len(layers), _RUNS)):
+            inside = frozenset(n for n in every if layer_of(n) in run)
+            where = f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"layer {run[0]}"
+            yield (where if run[-1] >= 0 else "embedding, last norm and output layer"), inside
+            for block in _BLOCKS:
+                if run[0] >= 0:
+                    yield f"{block.strip('.')} tensors of {where}", frozenset(n for n in inside if block in n)
+
+    def blocks(self) -> Iterator[Choice]:
+        """All tensors, and those of a block of every layer."""
+        for said, names in islice(self.large(), 1 + len(_BLOCKS)):
+            yield Choice(said, self.whole(names), 1.0)
+
+    def tensors(self) -> Iterator[Choice]:
+        """Whole tensors: large sets of them, and each by itself."""
+        for said, names in self.large():
+            yield Choice(said, self.whole(names), 1.0)
+        for name in self.names[:_MOST]:
+            yield Choice(name, self.whole(frozenset([name])), 3.0)
+
+    def choices(self) -> Iterator[Choice]:
+        """Everything that one mistake is likely to touch, whole tensors first."""
+        every = frozenset(self.names)
+        for said, names in self.large():
+            yield Choice(said, self.whole(names), 1.0)
+            yield Choice(f"all but {said}", self.whole(every - names), 2.0)
+        yield from self._runs()
+        for name in self.names[:_MOST]:
+            yield Choice(name, self.whole(frozenset([name])), 3.0)
+            yield Choice(f"all but {name}", self.whole(every - {name}), 4.0)
+        yield from self._ranks()
+
+    def _runs(self) -> Iterator[Choice]:
+        """The first or the last tensors of a transfer, in the order of the file or of their names."""
+        for order in dict.fromkeys((self.names, tuple(sorted(self.names)))):
+            step = -(-len(order) // _MOST)
+            for cut in range(step, len(order), step):
+                yield Choice(f"the tensors up to {order[cut - 1]}", self.whole(frozenset(order[:cut])), 2.0)
+                yield Choice(f"the tensors from {order[cut]} on", self.whole(frozenset(order[cut:])), 2.0)
+
+    def _ranks(self) -> Iterator[Choice]:
+        """One rank's part of all matrices, or of some; with norms, which every rank has whole, or without."""
+        blocks = [(said, names & self._matrices, 1.5 + 2.0 * (said != "all tensors")) for said, names in self.large()]
+        single = [(name, frozenset([name]), 5.0) for name in self.names[:_MOST] if name in self._matrices]
+        for ranks, (said, names, cost) in product(_RANKS, (*blocks, *single)):
+            for rank in range(ranks):
+                parts = tuple(part for name in self.names if name in names and (part := self._slice(name, rank, ranks)))
+                where = "" if said == "all tensors" else f" in {said}"
+                yield Choice(f"the part of rank {rank} of {ranks}{where}", parts, cost)
+                if len(names) == len(self._matrices):
+                    norms = self.whole(frozenset(self.names) - names)
+                    yield Choice(f"the part of rank {rank} of {ranks}, and norms", (*parts, *norms), cost + 2.0)
+
+    def _slice(self, name: str, rank: int, ranks: int) -> Part | None:
+        first, last = span(name, self._widths[name], rank, ranks)
+        return Part(name, first, last) if first < last else None

@@ -1,0 +1,157 @@
+"""What changed weights make of log-probabilities, to the first order: for every part of every tensor at once.
+
+In bf16 a small change and the roundings that it moves look alike. So the model is taken without roundings, and what
+roundings alone may do is known beside it, as if every one of them fell out anew. Differences are measured in it.
+
+B rows that are asked for, N and K of a matrix [N,K], S other sets of weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from auditor.causes.backward import Backward, Signal
+from auditor.causes.oracle import F32, F64, I64, Oracle
+from auditor.causes.parts import Part, by_column, edges_of
+from rl_kernel.reference.ops import Bits, widen
+
+_DEAREST: Final = 4e10  # floating point operations
+_MOST_BYTES: Final = 1 << 28
+_LEAST: Final = 16  # rows that tell anything
+# Of a value in bf16, relative to it: the root of two roundings' variance, each even over a step of 2^-8 to 2^-7.
+_ROUNDED: Final = 0.3 * 2.0**-7
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Of one tensor's change. edges: rows (or columns) [P+1]; sums: float64 [B,P+1], of all up to each edge."""
+
+    edges: I64
+    sums: F64
+
+    def part(self, first: int, last: int) -> F64:
+        """Of rows (or columns) first..last, both of them edges; [B]."""
+        if first == 0 and last == self.edges[-1]:
+            whole: F64 = self.sums[:, -1]
+            return whole
+        low, high = np.searchsorted(self.edges, (first, last))
+        difference: F64 = self.sums[:, high] - self.sums[:, low]
+        return difference
+
+
+class Response:
+    """The model around its own weights, in some rows of the window."""
+
+    def __init__(self, oracle: Oracle, at: I64) -> None:
+        """at: rows of the window, [B]."""
+        oracle.spend(len(at) / 2)
+        self._weights = oracle.decoder.weights
+        backward = Backward(oracle, at)
+        self._slopes: dict[str, F32] = {}
+        self._spread = np.zeros((len(at), len(at)))
+        for signal in backward.signals():
+            self._take(signal, backward)
+
+    @staticmethod
+    def affordable(oracle: Oracle, rows: int) -> bool:
+        """Whether the model is small enough to be run back for so many rows."""
+        size = sum(weight.size for weight in oracle.decoder.weights.values())
+        return 4.0 * size * len(oracle.tokens) * rows < _DEAREST and 4.0 * size * rows < _MOST_BYTES
+
+    @cached_property
+    def _root(self) -> F64:
+        """Of what rounding alone may make, L of L·Lᵀ, [B,B]."""
+        spread = self._spread * _ROUNDED**2
+        floor = 1e-6 * float(np.trace(spread)) / len(spread)
+        root: F64 = np.linalg.cholesky(spread + floor * np.eye(len(spread))).astype(np.float64)
+        return root
+
+    def in_roundings(self, values: F64) -> F64:
+        """Differences [B] or [B,C] as multiples of what rounding may make of them, each row by itself."""
+        whitened: F64 = np.linalg.solve(self._root, values).astype(np.float64)
+        return whitened
+
+    def effects(self, others: Sequence[Mapping[str, Bits]], parts: bool) -> list[dict[str, Effect]]:
+        """Of every tensor that is not the same in another set of weights, for each of those sets; in roundings.
+
+        parts: of ranks' parts of it, too.
+        """
+        found: list[dict[str, Effect]] = [{} for _ in others]
+        for name, slope in self._slopes.items():
+            own = self._weights[name]
+            changed = [at for at, weights in enumerate(others) if not np.array_equal(weights[name], own)]
+            if not changed:
+                continue
+            change = np.stack([widen(others[at][name]) - widen(own) for at in changed], axis=-1)
+            for at, effect in zip(changed, self._of_tensor(name, slope, change, parts), strict=True):
+                found[at][name] = effect
+        return found
+
+    def _of_tensor(self, name: str, slope: F32, change: F32, parts: bool) -> list[Effect]:
+        """slope[B,N,K] or [B,N]; change[N,K,S] or [N,S]."""
+        if slope.ndim == 3 and by_column(name):
+            slope, change = slope.transpose(0, 2, 1), change.transpose(1, 0, 2)
+        cut = parts and slope.ndim == 3
+        edges = np.array(edges_of(name, len(change)) if cut else [0, len(change)])
+        sums = np.zeros((change.shape[-1], len(edges), len(slope)))
+        for at, (first, last) in enumerate(pairwise(edges)):
+            part = slope[:, first:last].reshape(len(slope), -1) @ change[first:last].reshape(-1, change.shape[-1])
+            sums[:, at + 1] = part.T
+        sums = sums.cumsum(axis=1)
+        flat = self.in_roundings(sums.reshape(-1, len(slope)).T)
+        return [Effect(edges, one) for one in flat.reshape(len(slope), *sums.shape[:2]).transpose(1, 0, 2)]
+
+    def _take(self, signal: Signal, backward: Backward) -> None:
+        """A tensor's slope, and what the rounding of an op's result may do."""
+        name, of_output, given = signal.tensor, signal.of_output, signal.given
+        if not name:
+            assert given is not None
+            self._rounded(of_output, given)
+            return
+        if given is None and "embed" not in name:
+            slope = of_output
+        elif given is None:
+            rows = np.zeros((len(self._weights[name]), len(of_output), of_output.shape[2]), np.float32)
+            np.add.at(rows, backward.tokens, of_output.transpose(1, 0, 2))
+            slope = rows.transpose(1, 0, 2)
+        elif of_output.ndim == 2:
+            slope = np.zeros((len(of_output), *self._weights[name].shape), np.float32)
+            slope[:, : of_output.shape[1]] = of_output[:, :, None] * given[:, None, :]
+        else:
+            slope = of_output.transpose(0, 2, 1) @ given
+            self._rounded(of_output, given @ backward.weights[name].T)
+        self._slopes[name] = self._slopes[name] + slope if name in self._slopes else slope
+
+    def _rounded(self, signal: F32, values: F32) -> None:
+        each = signal * values
+        if each.ndim == 2:  # a row's own values
+            self._spread += np.diag((each * each).sum(axis=1))
+        else:
+            flat = each.reshape(len(each), -1)
+            self._spread += flat @ flat.T
+
+
+def response_of(oracle: Oracle, rows: I64) -> Response | None:
+    """Computed once for the same rows; None where they are few or the model is too large."""
+    if rows.size < _LEAST or not Response.affordable(oracle, rows.size):
+        return None
+    key = rows.tobytes()
+    if key not in oracle.responses:
+        oracle.responses.clear()
+        oracle.responses[key] = Response(oracle, rows)
+    response = oracle.responses[key]
+    assert isinstance(response, Response)
+    return response
+
+
+def total(effects: Mapping[str, Effect], parts: Sequence[Part], rows: int) -> F64:
+    """What a change in some parts makes, [rows]; tensors that do not change make nothing."""
+    result = np.zeros(rows)
+    for part in parts:
+        if part.name in effects:
+            result += effects[part.name].part(part.first, part.last)
+    return result

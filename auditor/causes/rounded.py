@@ -1,0 +1,104 @@
+"""Weights in fewer bits in some matrices only: each format's errors are known, and so is what they would make.
+
+Which matrices are rounded, and how, is read off the difference; bits then say whether it is so.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import Final
+
+import numpy as np
+
+from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.mixture import Source, measured_of
+from auditor.causes.oracle import Oracle
+from auditor.causes.parts import Layout
+from auditor.causes.precision import CASTS, FORMATS, OF_ROWS, Coarse, coarse, in_blocks
+from auditor.causes.weights import searched
+from rl_kernel.reference.ops import Bits, narrow, widen
+
+_LARGEST: Final = 1 << 28  # bytes of weights of which copies are made
+_LEAST: Final = 0.3  # in roundings: less is made by no format
+_BLOCK: Final = 128
+_GROUPS: Final = (("32 values of a row", 32), ("64 values of a row", 64))
+_STRENGTHS: Final = (1.0, 2.0, 3.0, 4.0)
+_TIMES: Final = (1, 2, 3)
+_TRIED: Final = 96  # whose effect is too small to tell them apart by
+_RARE: Final = 2.0  # a cost
+
+
+def rounded_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """Some matrices in eight or four bits, or after an adapter was merged into them and taken off."""
+    if sum(weight.nbytes for weight in oracle.decoder.weights.values()) > _LARGEST:
+        return
+    measured = measured_of(evidence, oracle)
+    if measured is None or (measured.response is not None and measured.size < _LEAST):
+        return
+    yield from searched(evidence, measured, list(_in_formats(oracle)), Layout.tensors)
+    yield from searched(evidence, measured, list(_taken_off(evidence, oracle)), Layout.blocks, most=_TRIED)
+
+
+def _in_formats(oracle: Oracle) -> Iterator[Source]:
+    weights = oracle.decoder.weights
+    for format_, to, limit in FORMATS:
+        shared: list[tuple[str, Coarse]] = [
+            (f"a block of {_BLOCK} by {_BLOCK}", in_blocks(to, limit, _BLOCK)),
+            *(
+                (f"{over} values of a row" if over.isdigit() else over, coarse(to, limit, axes))
+                for over, axes in OF_ROWS
+            ),
+            ("a column", coarse(to, limit, (0,))),
+            *((said, coarse(to, limit, size)) for said, size in _GROUPS),
+        ]
+        for over, change in shared:
+            said = f"{{}} in {format_} with a scale for {over}"
+            yield Source("weight_precision", said, Changed(weights, partial(_of_matrix, change)))
+    for cast, change in CASTS:
+        yield Source("weight_precision", f"{{}} {cast}", Changed(weights, partial(_of_matrix, change)), _RARE)
+
+
+def _taken_off(evidence: Evidence, oracle: Oracle) -> Iterator[Source]:
+    """What bf16 leaves of weights that a change since another version was added to and taken from."""
+    now, stated = oracle.decoder.weights, evidence.record.weight_version
+    before = [version for version in sorted(oracle.versions) if version < stated]
+    for version in dict.fromkeys((*before[:1], *before[-1:])):
+        old = oracle.version(version).weights
+        for strength, times in product(_STRENGTHS, _TIMES):
+            said = f"{{}} after {strength:g} times what came since version {version} was merged and taken off in bf16"
+            again = f", {times} times" * (times > 1)
+            yield Source("weight_precision", said + again, Merged(now, old, strength, times))
+
+
+class Changed(dict[str, Bits]):
+    """Weights each of which is changed when it is asked for."""
+
+    def __init__(self, weights: Mapping[str, Bits], change: Callable[[Bits], Bits]) -> None:
+        super().__init__()
+        self._weights, self._change = weights, change
+
+    def __missing__(self, name: str) -> Bits:
+        self[name] = self._change(self._weights[name])
+        return self[name]
+
+
+class Merged(dict[str, Bits]):
+    """Weights `now` after what came since `old`, in some strength, was added to them and taken off, so many times."""
+
+    def __init__(self, now: Mapping[str, Bits], old: Mapping[str, Bits], strength: float, times: int) -> None:
+        super().__init__()
+        self._now, self._old, self._strength, self._times = now, old, np.float32(strength), times
+
+    def __missing__(self, name: str) -> Bits:
+        own = self._now[name]
+        if own.ndim != 2:
+            return own
+        change = self._strength * (widen(own) - widen(self._old[name]))
+        for _ in range(self._times):
+            own = narrow(widen(narrow(widen(own) + change)) - change)
+        self[name] = own
+        return self[name]
+
+
+def _of_matrix(change: Coarse, weight: Bits) -> Bits:
+    return change(weight) if weight.ndim == 2 else weight
