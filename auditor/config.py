@@ -195,6 +195,11 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """The inverse of `split_address`: an IPv6 host stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text("utf-8")

@@ -24,7 +24,7 @@ from typing import Any
 import uvicorn
 
 from auditor.clock import SteadyClock
-from auditor.config import Config, load_config, split_address, store_access, tls_files, weights_place
+from auditor.config import Config, join_address, load_config, split_address, store_access, tls_files, weights_place
 from auditor.contracts import known_contracts
 from auditor.errors import AuditorError, ConfigError, LedgerError, RecomputeError
 from auditor.export.api import Facts, make_api
@@ -138,9 +138,10 @@ class Auditor:
         _listen("gRPC", config.grpc).close()
         tls = tls_files(config)
         service = AuditService(self._accept, limits, admission, lambda code: self._metrics.count_error("grpc", code))
-        server, port = start_server(service, f"{host}:{port}", limits, grpc_credentials(tls) if tls else None)
+        credentials = grpc_credentials(tls) if tls else None
+        server, port = start_server(service, join_address(host, port), limits, credentials)
         self._parts.callback(lambda: server.stop(grace=5).wait())
-        return f"{host}:{port}"
+        return join_address(host, port)
 
     def _why_not_ready(self) -> str:
         """Without a database's own words, which name hosts and paths: nobody is asked for a token. The log has them."""
@@ -251,8 +252,7 @@ class Auditor:
             listener.close()
 
         self._parts.callback(stop)
-        host, port = listener.getsockname()[:2]
-        return f"{host}:{port}"
+        return join_address(*listener.getsockname()[:2])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -60,7 +60,7 @@ def _require_reachable(address: str) -> None:
     if not separator or not port.isdigit():
         return  # `auto` or nothing: Ray looks on this machine and answers at once
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except OSError as error:
         raise ConfigError(f"RAY_ADDRESS {address}: {error}") from None
 

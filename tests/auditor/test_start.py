@@ -87,6 +87,19 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         assert f"cannot listen on {address} for HTTP" in refused("--ledger", str(tmp_path / "l"), "--http", address)
 
 
+def test_it_serves_an_ipv6_address_and_says_it_as_others_can_use_it(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET6) as six:
+        try:
+            six.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    with running_auditor(tmp_path, "--grpc", "[::1]:0", "--http", "[::1]:0") as auditor:
+        with AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client:
+            submit_pairs(client, range(2))
+            assert client.flush(10).accepted == 4
+        assert auditor.get("/api/v1/runs/run")["samples"] == 2
+
+
 def test_a_ledger_has_one_auditor(tmp_path: Path) -> None:
     with running_auditor(tmp_path) as auditor:
         assert "is in use by another auditor" in refused("--ledger", str(auditor.ledger))
