@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Final
 
@@ -20,6 +21,7 @@ _PADS: Final = (1, 2, 4, 8, 16, 32, 64)
 _BLOCKS: Final = 8  # pieces of the prompt that are left out one by one before edges are looked for
 _NEAR: Final = 0.95  # of a strong score
 _SHORTEST: Final = 4
+_SHORT: Final = 64  # tokens of a prompt of which any number may be cut off
 _PROMISING: Final = 0.97  # of the difference: what one piece must leave for its edges to be looked for
 
 Span = Callable[[int, int], Logprobs]
@@ -27,15 +29,23 @@ Span = Callable[[int, int], Logprobs]
 
 def cut_in_front(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """How many tokens were missing at the beginning."""
-    if best := nearest(evidence, oracle, _without_the_first(oracle)):
+    if best := nearest(evidence, oracle, _without_the_first(evidence, oracle)):
         yield best
 
 
-def _without_the_first(oracle: Oracle) -> Iterator[Candidate]:
-    cuts = [cut for cut in _CUTS if cut < oracle.prompt_len - 1] + [oracle.prompt_len - 1]
+def _without_the_first(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    last = oracle.prompt_len - 1
+    cuts = [cut for cut in _CUTS if cut < last] + [last] + [cut for cut in range(1, last) if last <= _SHORT]
     for cut in dict.fromkeys(cuts):
-        if cut > 0:
-            yield "truncation", f"a sequence without its first {cut} tokens", _without(oracle, 0, cut)
+        values = partial(_cut, oracle, cut)
+        if cut > 0 and promising(evidence, oracle, values):
+            yield "truncation", f"a sequence without its first {cut} tokens", values(np.arange(len(oracle.rows)))
+
+
+def _cut(oracle: Oracle, cut: int, rows: I64) -> Logprobs:
+    at = oracle.rows[rows] - cut
+    hidden = oracle.hidden(oracle.decoder, oracle.tokens[cut : cut + int(at.max()) + 1])
+    return oracle.from_logits(oracle.head(oracle.decoder, hidden[at]), targets=oracle.targets[rows])
 
 
 def more_in_front(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:

@@ -51,7 +51,9 @@ def sliced_at(evidence: Evidence, at: np.ndarray) -> int:
         if len(positions) < 2 or not near.any(axis=1).all():
             continue
         hit = near.sum(axis=0)
-        if hit.max() == 1 and hit.sum() >= _MOST_EDGES * inside.size:
+        # In the middle of the sequence both slices are one rank's, where ranks hold two.
+        missed = inside[(hit == 0) & (np.abs(inside - len(evidence.rollout.tokens) / 2) > 1)].size
+        if hit.max() == 1 and missed <= (1 - _MOST_EDGES) * inside.size:
             return parts
     return 0
 

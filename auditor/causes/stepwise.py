@@ -6,7 +6,7 @@ little, so everything that may have happened to it is tried; what fits is kept, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -189,8 +189,13 @@ def _named_mask(rows: list[Row], first: int, total: int) -> tuple[str, str]:
         for ((a, b), _), at, until in list(zip(runs, starts, starts[1:], strict=False))[:_TOLD]
         if b > a
     )
-    edges = [*starts[:-1], *(edge for hidden, _ in runs for edge in hidden)]
-    if _at_slices(total, edges) and (begun > 0 or len(runs) > 1 or first % _SMALLEST):
+    spans = [
+        span
+        for (hidden, _), *rows in zip(runs, starts, starts[1:], strict=False)
+        if hidden[1]
+        for span in (hidden, (rows[0], rows[1]))
+    ]
+    if _are_slices(total, spans) and (begun > 0 or len(runs) > 1 or first % _SMALLEST):
         cause = "context_parallel"
     else:
         # Keys right in front that are gone are a chunk's or a block's; others were hidden on purpose.
@@ -200,7 +205,21 @@ def _named_mask(rows: list[Row], first: int, total: int) -> tuple[str, str]:
 
 def _at_slices(total: int, edges: list[int]) -> bool:
     """Whether all of these are edges of as many slices as there are ranks, and not of blocks of a cache."""
-    inner = [edge for edge in edges if 0 < edge < total]
-    if all(edge % _EDGES == 0 for edge in inner) and total % _EDGES == 0:
-        return any(set(inner) <= set(cuts.tolist()) for parts, cuts in slicings(total) if parts in (2, 3, 4))
-    return any(set(inner) <= set(cuts.tolist()) for parts, cuts in slicings(total) if parts in (2, 3, 4, 6, 8, 16))
+    return any(set(edges) <= {0, *cuts.tolist(), total} for cuts in _cuts(total, edges))
+
+
+def _are_slices(total: int, spans: list[tuple[int, int]]) -> bool:
+    """Whether all of these are one slice each, or begin where the sequence does; the last row is computed by nobody."""
+    edges = [edge for span in spans for edge in span]
+    for cuts in _cuts(total, edges):
+        each = set(pairwise([0, *cuts.tolist(), total]))
+        if all(span in each or (span[0], span[1] + 1) in each for span in spans):
+            return True
+    return False
+
+
+def _cuts(total: int, edges: list[int]) -> Iterator[I64]:
+    blocks = total % _EDGES == 0 and all(edge % _EDGES == 0 for edge in edges)
+    for parts, cuts in slicings(total):
+        if parts in ((2, 3, 4) if blocks else (2, 3, 4, 6, 8, 16)):
+            yield cuts

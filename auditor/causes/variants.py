@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from auditor.causes.edits import Edit
+from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import Oracle
 from auditor.causes.search import Model, nearest_model
+from auditor.causes.seen import some_layers
 from rl_kernel.reference import _reference
 from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
@@ -36,7 +37,12 @@ def _models(oracle: Oracle) -> Iterator[Model]:
                 decoder, "model_config", name, Edit("rms_norm", _with_epsilon(epsilon)), apart=epsilon == 1e-4
             )
     for op, name, change in _edits(decoder):
-        yield Model.of(decoder, "model_config", name, Edit(op, change))
+        edit = Edit(op, change)
+        yield Model.of(decoder, "model_config", name, edit)
+        for layers in some_layers(config.layers) if op == "rope" else ():
+            there = edit.at(*((layer, call) for layer in layers for call in (0, 1)))
+            said = f"{name}, in layers {', '.join(map(str, layers))}"
+            yield Model("model_config", said, edited(decoder, there))
     for name, rounded in (("bf16", _in_bf16), ("fp16", _in_fp16)):
         cos, sin = (rounded(table[: len(oracle.tokens)]) for table in decoder.rope)
         yield Model("rope_precision", f"a rotary table in {name}", replace(decoder, rope=(cos, sin)))
