@@ -145,7 +145,7 @@ class AuditClient:
                 self._changed.wait(min(left, 0.05))
 
     def close(self, timeout: float = 10.0) -> Counts:
-        """Flush, stop, and say in the log what the auditor did not get."""
+        """Flush, stop, and say in the log what the auditor did not get: it waits on disk for a later client."""
         counts = self.flush(timeout)
         with self._changed:
             self._closing = True
@@ -235,7 +235,8 @@ class AuditClient:
     def _deliver(self, batch: list[pb.Record]) -> None:
         request = pb.SubmitRequest(batch=pb.Batch(records=batch))
         try:
-            sent = time.monotonic() >= self._away_until and self._send(request)
+            # After its time `close` waits for the disk alone, however much is in the queue.
+            sent = not self._closing and time.monotonic() >= self._away_until and self._send(request)
         except Exception:
             log.exception("a batch for the auditor at %s could not be sent", self._address)
             sent = False

@@ -69,17 +69,28 @@ def _send_dump(given: argparse.Namespace) -> Counts:
     with tempfile.TemporaryDirectory() as spool:
         client = _client(given, given.run, Path(spool))
         try:
-            for record in read_dump(given.file, defaults):
-                if isinstance(record, RolloutRecord):
-                    client.submit_rollout(record)
-                else:
-                    client.submit_trainer(record)
-        except AuditorError as error:
+            error = _hand_in(client, given.file, defaults)
             counts = client.close(given.timeout)
-            taken = counts.accepted + counts.duplicate
-            raise type(error)(f"{error}; {taken} records before it were taken") from None
-        counts = client.close(given.timeout)
+        except KeyboardInterrupt:
+            client.close(0)  # its thread writes to a folder that goes now
+            raise
+    if error:
+        taken = counts.accepted + counts.duplicate
+        raise type(error)(f"{error}; {taken} records before it were taken")
     return counts
+
+
+def _hand_in(client: AuditClient, dump: Path, defaults: dict[str, Any]) -> AuditorError | None:
+    """Every record of the dump, up to one that is wrong; what is wrong with it."""
+    try:
+        for record in read_dump(dump, defaults):
+            if isinstance(record, RolloutRecord):
+                client.submit_rollout(record)
+            else:
+                client.submit_trainer(record)
+    except AuditorError as error:
+        return error
+    return None
 
 
 def _client(given: argparse.Namespace, run: str, spool: Path) -> AuditClient:

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from pathlib import Path
 
 from auditor.client import AuditClient
@@ -9,6 +10,7 @@ from auditor.codec import to_wire
 from auditor.outbox import Outbox
 from tests.auditor.processes import running_auditor
 from tests.auditor.samples import pair
+from tests.auditor.test_spool import server
 
 DEFAULT_QUEUE = 4096
 RECORD = to_wire(pair()[0])
@@ -43,6 +45,16 @@ def test_what_a_burst_put_on_disk_arrives_once(tmp_path: Path) -> None:
             counts = again.flush(60)
         assert (counts.accepted, counts.duplicate, counts.dropped, counts.refused) == (2000, 0, 0, 0)
         assert auditor.get("/api/v1/runs/run")["by_verdict"] == {"pending": 2000}
+
+
+def test_close_takes_no_longer_than_it_was_told_however_much_waits(tmp_path: Path) -> None:
+    with server(seconds=0.5) as address:
+        client = AuditClient(address, "run", spool_dir=tmp_path)
+        _submit(client, 0, 2000)
+        started = time.monotonic()
+        counts = client.close(timeout=0.1)
+        assert time.monotonic() - started < 2, "eight batches would take four seconds"
+    assert (counts.accepted + counts.spooled, counts.dropped, counts.queued) == (2000, 0, 0)
 
 
 def test_what_waits_in_memory_is_bounded_in_bytes_too(tmp_path: Path) -> None:

@@ -26,13 +26,14 @@ NOBODY = "127.0.0.1:9"
 
 
 @contextmanager
-def server(missing_receipts: int = 0) -> Iterator[str]:
-    """Takes everything; the first call's answer lacks some receipts."""
+def server(missing_receipts: int = 0, seconds: float = 0.0) -> Iterator[str]:
+    """Takes everything; the first call's answer lacks some receipts. seconds: that each call takes."""
     missing = [missing_receipts]
 
     def accept(batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         receipts = [Receipt("accepted")] * (len(batch) - missing[0])
         missing[0] = 0
+        time.sleep(seconds)
         return receipts
 
     service = AuditService(accept, Limits(), Admission(Grants(), Rate("r", 0, 1), Rate("b", 0, 1)))
