@@ -19,9 +19,9 @@ _FALLBACK: Final = 0.35  # much looks like it
 _TRENDING: Final = 0.42
 _LEAST: Final = 12
 _GROWTH: Final = 4.0
-_SHRINKING: Final = 1.4
+_SHRINKING: Final = 1.3
 _MOST_OF: Final = 0.9
-_TREND: Final = 0.2
+_TREND: Final = 0.15
 
 
 def flat_last_bits(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
