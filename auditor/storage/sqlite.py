@@ -117,10 +117,10 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _size(file: Path) -> int:
-    """Bytes; 0 where there is no such file, or none any more."""
+    """Bytes; 0 where there is no such file, or none that can be looked at."""
     try:
         return file.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 
