@@ -46,16 +46,31 @@ class Decoder:
         return cls(config, contract, Reference.of(contract), weights, digest, rope)
 
     def logprobs(self, tokens: Sequence[I64], prompt_lens: Sequence[int], temperature: float = 1.0) -> list[F32]:
-        """Log-probability of every response token, tokens[i][prompt_lens[i]:], fp32, one array a sequence."""
+        """Log-probability of every response token, tokens[i][prompt_lens[i]:], fp32, one array a sequence.
+
+        tokens[i]: whole numbers [N]. ShapeError: no prompt or no response, an id that the vocabulary does not have, a
+        sequence longer than the model's positions, a temperature that is not above 0.
+        """
+        self._check(tokens, prompt_lens, temperature)
         result: list[F32] = []
         for batch in _batches(tokens):
             result += self._logprobs([tokens[i] for i in batch], [prompt_lens[i] for i in batch], temperature)
         return result
 
-    def _logprobs(self, tokens: list[I64], prompt_lens: list[int], temperature: float) -> list[F32]:
-        for ids, cut in zip(tokens, prompt_lens, strict=True):
+    def _check(self, tokens: Sequence[I64], prompt_lens: Sequence[int], temperature: float) -> None:
+        if len(tokens) != len(prompt_lens):
+            raise ShapeError(f"{len(tokens)} sequences have {len(prompt_lens)} prompt lengths; each needs one")
+        if not 0 < temperature < np.inf:
+            raise ShapeError(f"temperature is {temperature}; it must be above 0 and finite")
+        for ids, cut in zip(map(np.asarray, tokens), prompt_lens, strict=True):
+            if ids.ndim != 1 or ids.dtype.kind not in "iu":
+                raise ShapeError(f"tokens are {ids.dtype} {list(ids.shape)}; they must be whole numbers [N]")
             if not 1 <= cut < len(ids):
                 raise ShapeError(f"prompt_len {cut} must be at least 1 and below the sequence's {len(ids)} tokens")
+            if not 0 <= ids.min() <= ids.max() < self.config.vocab:
+                raise ShapeError(f"token ids lie in {ids.min()}..{ids.max()}; the vocabulary has {self.config.vocab}")
+
+    def _logprobs(self, tokens: list[I64], prompt_lens: list[int], temperature: float) -> list[F32]:
         hidden = self.hidden(tokens)
         starts = np.cumsum([0, *(len(ids) for ids in tokens)])
         rows = np.concatenate(

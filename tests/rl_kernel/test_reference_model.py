@@ -261,6 +261,25 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         Decoder.open(tmp_path / "nowhere", CONTRACT)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "cuts", "temperature", "said"),
+    [
+        ([[1, 2, 3]], [1], 0.0, "temperature is 0.0"),
+        ([[1, 2, 3]], [1], float("nan"), "temperature is nan"),
+        ([[1, 2, 3]], [1, 1], 1.0, "1 sequences have 2 prompt lengths"),
+        ([[1, 2, LLAMA.vocab]], [1], 1.0, "token ids lie in 1.."),
+        ([[1, 2, -1]], [1], 1.0, "token ids lie in -1..2"),
+        ([[1.0, 2.0]], [1], 1.0, r"tokens are float64 \[2\]"),
+    ],
+)
+def test_what_has_no_log_probability_is_refused(
+    tmp_path: Path, tokens: list[list[int]], cuts: list[int], temperature: float, said: str
+) -> None:
+    decoder = Decoder.open(write_tiny_model(tmp_path / "m", LLAMA), CONTRACT)
+    with pytest.raises(ShapeError, match=said):
+        decoder.logprobs([np.array(ids) for ids in tokens], cuts, temperature)
+
+
 def test_a_prompt_must_leave_a_response(tmp_path: Path) -> None:
     decoder = Decoder.open(write_tiny_model(tmp_path / "m", LLAMA), CONTRACT)
     for cut in (0, 5):
