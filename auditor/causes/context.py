@@ -78,25 +78,32 @@ def _with_more(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
 
 
 def part_of_the_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """Tokens in the middle that the side did not have, or had and did not see."""
+    """Tokens in the middle that the side did not have, or had and did not see; from the first wrong row on."""
     if best := nearest(evidence, oracle, _in_part(evidence, oracle)):
         # Near and not it: what stands there is neither gone nor unseen, it is something else.
         yield best if best.score > _NEAR * STRONG else replace(best, cause="other_context")
 
 
 def _in_part(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
-    kinds: tuple[tuple[str, str, Span], ...] = (
-        ("other_context", "without", lambda a, b: _without(oracle, a, b)),
-        ("attention_mask", "in which nothing after them sees", lambda a, b: _unseen(oracle, a, b)),
-    )
+    first = 0 if evidence.begins is None else evidence.begins
+    since = f", from token {first} on" if first else ""
+    behind = oracle.rows >= first
+    truth = evidence.truth[oracle.window]
+
+    def without_them(a: int, b: int) -> Logprobs:
+        return np.where(behind, _without(oracle, a, b), truth).astype(np.float32)
+
+    kinds: list[tuple[str, str, Span]] = [("other_context", "without", without_them)]
+    if not first:  # what some rows do not see is followed row by row
+        kinds.append(("attention_mask", "in which nothing after them sees", lambda a, b: _unseen(oracle, a, b)))
     for cause, name, predict in kinds:
-        if span := _best_span(evidence, oracle, predict):
-            yield cause, f"a sequence {name} its tokens {span[0]} to {span[1] - 1}", predict(*span)
+        if span := _best_span(evidence, oracle, predict, first or oracle.prompt_len - 1):
+            yield cause, f"a sequence {name} its tokens {span[0]} to {span[1] - 1}{since}", predict(*span)
 
 
-def _best_span(evidence: Evidence, oracle: Oracle, predict: Span) -> tuple[int, int] | None:
-    """The part of the prompt that leaves least of the difference when it is gone; None where no part takes any away."""
-    window, last = oracle.window, oracle.prompt_len - 1
+def _best_span(evidence: Evidence, oracle: Oracle, predict: Span, last: int) -> tuple[int, int] | None:
+    """The part of tokens 0..last without which least of the difference is left; None where none takes any away."""
+    window = oracle.window
     found, truth = evidence.found[window], evidence.truth[window]
     usable = evidence.active[window] & np.isfinite(found) & np.isfinite(truth)
     if last < _SHORTEST or not usable.any():
@@ -127,7 +134,7 @@ def _beside(span: tuple[int, int], step: int) -> Iterator[tuple[int, int]]:
 
 def _without(oracle: Oracle, first: int, last: int) -> Logprobs:
     hidden = oracle.hidden(oracle.decoder, np.delete(oracle.tokens, np.s_[first:last]))
-    return oracle.from_logits(oracle.head(oracle.decoder, hidden[oracle.rows - (last - first)]))
+    return oracle.from_logits(oracle.head(oracle.decoder, hidden[np.maximum(oracle.rows - (last - first), 0)]))
 
 
 def _unseen(oracle: Oracle, first: int, last: int) -> Logprobs:

@@ -8,9 +8,10 @@ from typing import Any, Final
 import numpy as np
 
 from auditor.causes.edits import Edit, edited
-from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
+from auditor.causes.fit import best_fit, few_digits
 from auditor.causes.oracle import Oracle
-from auditor.causes.search import Model, nearest_model
+from auditor.causes.search import Candidate, Model, nearest, nearest_model
 from auditor.causes.seen import some_layers
 from rl_kernel.reference import _reference
 from rl_kernel.reference.config import DecoderConfig
@@ -18,13 +19,39 @@ from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I32, I64, Bits, Reference, narrow, widen
 
 _EPSILONS: Final = (1e-6, 1e-5, 1e-8, 1e-12, 1e-4, 1e-3)
+_ROWS: Final = 4  # wrong rows on which a scale is fitted
+_PROMISING: Final = 0.8  # of the difference
 _CAPS: Final = (50.0, 30.0, 20.0)
 
 
 def other_model(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """What explains most of the difference is named."""
-    if best := nearest_model(evidence, oracle, _models(oracle)):
+    best = nearest_model(evidence, oracle, _models(oracle))
+    if evidence.begins is None and (best is None or best.score < CERTAIN):
+        scaled = nearest(evidence, oracle, _fitted_scale(evidence, oracle))
+        best = scaled if scaled and (best is None or scaled.score > best.score) else best
+    if best is not None:
         yield best
+
+
+def _fitted_scale(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    """Scores multiplied by a number that nobody writes down, as a length's scaling or a cache's own scale is."""
+    window, own = oracle.window, oracle.decoder.config.head_dim**-0.5
+    few = np.flatnonzero(evidence.differs[window] & np.isfinite(evidence.found[window]))[:_ROWS]
+    found, truth = (values[window][few].astype(np.float64) for values in (evidence.found, evidence.truth))
+    if few.size < _ROWS:
+        return
+
+    def under(factor: float) -> Decoder:
+        return edited(oracle.decoder, Edit("attention", _scaled(own * factor)))
+
+    def error(factor: float) -> float:
+        return float(np.abs(oracle.logprobs_of_rows(under(factor), few) - found).mean())
+
+    hopeless = _PROMISING * float(np.abs(truth - found).mean())
+    fitted = best_fit(error, 0.25, 4.0, grid=13, steps=12, hopeless=hopeless)
+    for factor in few_digits(fitted) if fitted is not None else []:
+        yield "model_config", f"scores multiplied by {factor:g}", oracle.logprobs(under(factor))
 
 
 def _models(oracle: Oracle) -> Iterator[Model]:
