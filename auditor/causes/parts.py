@@ -132,6 +132,11 @@ class Layout:
             yield Choice(f"all but {name}", self.whole(every - {name}), 4.0)
         yield from self._ranks()
 
+    def halves(self) -> Iterator[Choice]:
+        """Whole tensors, and ranks' parts of them, the larger ones first."""
+        yield from self.tensors()
+        yield from self._ranks()
+
     def _runs(self) -> Iterator[Choice]:
         """The first or the last tensors of a transfer, in the order of the file or of their names."""
         for order in dict.fromkeys((self.names, tuple(sorted(self.names)))):
@@ -143,12 +148,12 @@ class Layout:
     def _ranks(self) -> Iterator[Choice]:
         """One rank's part of all matrices, or of some; with norms, which every rank has whole, or without."""
         blocks = [(said, names & self._matrices, 1.5 + 2.0 * (said != "all tensors")) for said, names in self.large()]
-        single = [(name, frozenset([name]), 5.0) for name in self.names[:_MOST] if name in self._matrices]
+        single = [(name, frozenset([name]), 4.0) for name in self.names[:_MOST] if name in self._matrices]
         for ranks, (said, names, cost) in product(_RANKS, (*blocks, *single)):
             for rank in range(ranks):
                 parts = tuple(part for name in self.names if name in names and (part := self._slice(name, rank, ranks)))
                 where = "" if said == "all tensors" else f" in {said}"
-                yield Choice(f"the part of rank {rank} of {ranks}{where}", parts, cost)
+                yield Choice(f"the part of rank {rank} of {ranks}{where}", parts, cost + ranks / 8)
                 if len(names) == len(self._matrices):
                     norms = self.whole(frozenset(self.names) - names)
                     yield Choice(f"the part of rank {rank} of {ranks}, and norms", (*parts, *norms), cost + 2.0)

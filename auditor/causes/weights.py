@@ -107,7 +107,7 @@ def _in_sets(measured: Measured, mixture: Mixture) -> tuple[Guess | None, list[G
 
 
 def _worth(measured: Measured, guesses: Sequence[Guess]) -> int:
-    """How many are tried: few where none fits, fewer where what rounding hides cannot be all of the difference."""
+    """How many are tried: few where none fits and rounding may be all that it is, fewer where it cannot hide one."""
     if measured.response is None or max(map(measured.gained, guesses), default=0.0) > _FITS:
         return _LIKELIEST
     return _UNLIKELY if measured.size < _HIDDEN else _UNLIKELY // 8
