@@ -132,7 +132,9 @@ def _masks(oracle: Oracle, at: int, last: Row, before: Sequence[Row]) -> Iterato
         yield from (last, Row(hidden=(first, end + 1)), Row(hidden=(first + 1, end + 1)), Row())
         if len(before) >= _ROWS and last.hidden == (0, 0):
             return
-    edges = range(at + 1) if at <= _MOST_KEYS else _some_edges(oracle, at)
+    # Where nothing is right in front, a mask of the prompt is another search's.
+    every = at <= _MOST_KEYS and at > oracle.rows[0]
+    edges = range(at + 1) if every else _some_edges(oracle, at)
     if not before or last.hidden != (0, 0):
         yield from (Row(hidden=(a, b)) for b in reversed(edges) for a in edges if a < b)
 
