@@ -1,4 +1,4 @@
-"""The run as a figure: mismatched tokens and the largest difference of each step, as the auditor found them."""
+"""The run as a figure: tokens that are equal and that differ, and the largest difference, of each step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,16 +21,12 @@ def write_plot(
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
     figure.suptitle(title, fontsize=11)
-    shares = [100 * differ / max(all_, 1) for differ, all_ in zip(mismatched, compared, strict=True)]
-    upper.bar(steps, shares, color="tab:red", width=0.6)
-    if not any(mismatched):
-        # Bars of no height look like a figure that nothing was drawn in.
-        said = f"0 of {sum(compared)} tokens differ" if any(compared) else "nothing was compared"
-        upper.text(
-            0.5, 0.5, said, transform=upper.transAxes, ha="center", va="center", fontsize=13, backgroundcolor="white"
-        )
-    upper.set_ylabel("tokens that differ, %")
-    upper.set_ylim(0, 100)
+    equal = [all_ - differ for differ, all_ in zip(mismatched, compared, strict=True)]
+    upper.bar(steps, equal, color="tab:gray", width=0.6, label="equal")
+    upper.bar(steps, mismatched, bottom=equal, color="tab:red", width=0.6, label="differ")
+    upper.set_ylabel("tokens compared")
+    upper.set_ylim(0, max(compared, default=0) * 1.25 or 1)  # room for the legend
+    upper.legend(ncols=2, loc="upper right", frameon=False)
     lower.plot(steps, max_abs, "o-", color="tab:blue")
     lower.set_ylabel("max |Δ logprob|")
     lower.set_ylim(0, max(max_abs, default=0.0) * 1.15 or 1.0)
