@@ -30,6 +30,12 @@ def write_plot(
     lower.plot(steps, max_abs, "o-", color="tab:blue")
     lower.set_ylabel("max |Δ logprob|")
     lower.set_ylim(0, max(max_abs, default=0.0) * 1.15 or 1.0)
+    if not any(mismatched):
+        # A line on the axis looks like a figure that nothing was drawn in.
+        said = f"0 of {sum(compared)} tokens differ" if any(compared) else "nothing was compared"
+        lower.text(
+            0.5, 0.5, said, transform=lower.transAxes, ha="center", va="center", fontsize=13, backgroundcolor="white"
+        )
     lower.set_xlabel("step")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (upper, lower):
