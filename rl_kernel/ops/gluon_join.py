@@ -149,11 +149,11 @@ def join(
 
 @dataclass(slots=True)
 class _Arena:
-    """Counters of one device, all 0 mod 8 between launches, and who has them: `streams` maps a stream to its share."""
+    """Counters of one device and who has them: `shares` maps a stream and a purpose to its own."""
 
     counters: torch.Tensor
     used: int = 0
-    streams: dict[int, torch.Tensor] = field(default_factory=dict)
+    shares: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
 
     def share(self, count: int) -> torch.Tensor | None:
         """`count` counters that nobody else has; None when there are no more."""
@@ -166,8 +166,8 @@ class _Arena:
 _arenas: dict[int, _Arena] = {}
 
 
-def flags(device: torch.device, programs: int, most: int) -> torch.Tensor:
-    """Two counters a program for one launch, of at most `most` programs: those of the current stream.
+def _counters(device: torch.device, purpose: str, count: int, most: int) -> torch.Tensor:
+    """`count` counters for one launch: of the `most` that the current stream has for the purpose.
 
     A launch that is being captured gets some of its own, since a graph may run beside eager launches of any stream.
     """
@@ -179,11 +179,21 @@ def flags(device: torch.device, programs: int, most: int) -> torch.Tensor:
     arena = _arenas.get(index)
     found = None
     if arena is not None and capturing:
-        found = arena.share(2 * programs)
+        found = arena.share(count)
     elif arena is not None:
-        stream = torch.cuda.current_stream(device).cuda_stream
-        if stream not in arena.streams and (fresh := arena.share(2 * most)) is not None:
-            arena.streams[stream] = fresh
-        found = arena.streams.get(stream)
+        key = torch.cuda.current_stream(device).cuda_stream, purpose
+        if key not in arena.shares and (fresh := arena.share(most)) is not None:
+            arena.shares[key] = fresh
+        found = arena.shares.get(key)
     # Without any left, a launch clears its own: slower, and as right.
-    return torch.zeros(2 * programs, dtype=torch.int32, device=device) if found is None else found
+    return torch.zeros(count, dtype=torch.int32, device=device) if found is None else found
+
+
+def flags(device: torch.device, programs: int, most: int) -> torch.Tensor:
+    """Two counters a program for one launch of at most `most` programs, 0 mod 8, as the launch leaves them."""
+    return _counters(device, "flags", 2 * programs, 2 * most)
+
+
+def queue(device: torch.device) -> torch.Tensor:
+    """One counter for one launch, 0, as the launch leaves it."""
+    return _counters(device, "queue", 1, 1)

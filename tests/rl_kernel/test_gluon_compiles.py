@@ -31,7 +31,7 @@ def attention(dim: int, page: int = 0) -> tuple[Any, dict[str, str], dict[str, A
     from rl_kernel.ops.attention import gluon_kernel as op
 
     types = dict.fromkeys(("m_out", "l_out"), "*fp32") | dict.fromkeys(
-        ("redo", "table", "cu_q", "cu_k", "lens"), "*i32"
+        ("redo", "queue", "table", "cu_q", "cu_k", "lens"), "*i32"
     )
     box = (min(page, 64), 64)
     types |= {"out": "*bf16", "q": descriptor(128, dim)}

@@ -1,5 +1,7 @@
 """Attention forward on Hopper: which tile is whose, and the warp that copies queries, keys and values.
 
+Programs take tiles as they are done with others, the longest first, and the copying warp tells the others by `letter`
+which tile its queries are of.
 Keys and values lie one after another, or in the pages of a cache, which are copied a page (or 64 keys of one) at a time
 to where a whole block would lie: in panels of 64 columns, as the matrix instruction reads them.
 """
@@ -42,6 +44,30 @@ def find_tile(cu_q, cu_k, lens, sequences, tile, WIDTH: gl.constexpr, PAGE: gl.c
 
 
 @gluon.jit
+def pairs_of(keys, length, first):  # type: ignore[no-untyped-def]
+    """Pairs of key blocks that a tile sees: one at least, whatever the offsets say, so that each tile has two steps."""
+    return max(gl.cdiv(min(keys, keys - length + first + TILE), PAIR), 1)
+
+
+@gluon.jit
+def _write(letter, slot, start, length, first, keys):  # type: ignore[no-untyped-def]
+    """What `read` finds; between the reader's two waits nobody else writes."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    letter.index(0).store(gl.full((1,), slot, gl.int32, L))
+    letter.index(1).store(gl.full((1,), start, gl.int32, L))
+    letter.index(2).store(gl.full((1,), length, gl.int32, L))
+    letter.index(3).store(gl.full((1,), first, gl.int32, L))
+    letter.index(4).store(gl.full((1,), keys, gl.int32, L))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def read(letter, FIELD: gl.constexpr):  # type: ignore[no-untyped-def]
+    """0: tile times heads plus head, -1 when there are no more; 1 to 4: its start, queries, first query and keys."""
+    return uniform(gl.max(letter.index(FIELD).load(gl.BlockedLayout([1], [32], [4], [0])), 0))
+
+
+@gluon.jit
 def _rows(table, pair, keys, page_rows, PAGE: gl.constexpr, CHUNK: gl.constexpr):  # type: ignore[no-untyped-def]
     """Row of the cache where each chunk of a pair begins, one a thread; past the last key, that chunk's again."""
     here = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -74,28 +100,43 @@ def _pages(
 
 
 @gluon.jit
+def _ask(queue, works):  # type: ignore[no-untyped-def]
+    """The next tile that nobody has, or a number past the last. Each tile is followed by one asking."""
+    asked = uniform(gl.atomic_add(queue, 1, sem="relaxed"))
+    if asked == works - 1:
+        gl.store(queue, 0)
+    return gl.num_programs(0) + asked
+
+
+@gluon.jit
 def copy(
-    q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, full, empty, table, cu_q, cu_k, lens, sequences, tiles,
-    table_width, page_rows,
+    redo, queue, q, k, v, q_buffer, k_buffers, v_buffers, letter, q_full, q_empty, full, empty, table, cu_q, cu_k, lens,
+    sequences, tiles, table_width, page_rows,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     PAGE: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Step j of a tile needs the keys of pair j and the values of pair j - 1: one barrier tells that both are here."""
+    """Step j of a tile needs the keys of pair j and the values of pair j - 1: one barrier tells that both are here.
+
+    A tile without queries gets its flags here. queue: how many tiles were asked for, 0 before and after.
+    """
     CHUNK: gl.constexpr = min(PAGE, BLOCK)
     tiles = uniform(tiles)
     count, turn = 0, 0
-    for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
+    work = gl.program_id(0)
+    while work < tiles * HEADS:
         head, tile = work % HEADS, tiles - 1 - work // HEADS
         sequence, start, length, first, key_start, keys = find_tile(
             cu_q, cu_k, lens, sequences, tile, WIDTH, PAGE, 1
         )  # fmt: skip
-        if first < length:
-            mbarrier.wait(q_empty, (turn & 1) ^ 1)
-            mbarrier.expect(q_full, TILE * D * 2)
-            tma.async_copy_global_to_shared(q, [start + first, head * D], q_full, q_buffer)
-            turn += 1
+        again = tile * HEADS + head
+        after_this = 0
+        if first >= length:
+            gl.store(redo + again * 2, 0)
+            gl.store(redo + again * 2 + 1, 0)
+            after_this = _ask(queue, tiles * HEADS)
+        else:
             column = head // (HEADS // KV_HEADS) * D
-            pairs = gl.cdiv(min(keys, keys - length + first + TILE), PAIR)
+            pairs = pairs_of(keys, length, first)
             if PAGE:
                 pages = table + sequence.to(gl.int64) * table_width
                 # Two values that are one at first: of an alias the compiler does not see that the loop changes it.
@@ -123,3 +164,16 @@ def copy(
                         at = [row - PAIR + half * BLOCK, column]
                         tma.async_copy_global_to_shared(v, at, bar, v_buffers.index(2 * slot + half), pred=step > 0)
                 count += 1
+                if step == 0:
+                    # After the first keys, which need not wait for the end of the tile before.
+                    mbarrier.wait(q_empty, (turn & 1) ^ 1)
+                    _write(letter, again, start, length, first, keys)
+                    mbarrier.expect(q_full, TILE * D * 2)
+                    tma.async_copy_global_to_shared(q, [start + first, head * D], q_full, q_buffer)
+                    turn += 1
+                elif step == 1:
+                    after_this = _ask(queue, tiles * HEADS)  # while two steps' keys are on their way
+        work = after_this
+    mbarrier.wait(q_empty, (turn & 1) ^ 1)
+    _write(letter, -1, 0, 0, 0, 0)
+    mbarrier.arrive(q_full)

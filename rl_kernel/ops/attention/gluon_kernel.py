@@ -3,7 +3,7 @@
 The bits are those of `triton_prefill`: the same blocks, partials and chains, the blocks in pairs (`gluon_blocks`). What
 the matrix instruction cannot know (that a value is hidden from some row, where it is not finite) and what a fast
 division cannot do (a sum out of its range) shows in the result, and the caller computes that tile again. Programs stay
-and walk the tiles, longest first. R sequences, H query heads, G kv heads, D head_dim.
+and take tiles, the longest first. R sequences, H query heads, G kv heads, D head_dim.
 """
 
 import torch
@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rl_kernel.contracts.v1 import KV_PARTIAL
+from rl_kernel.ops import gluon_join
 from rl_kernel.ops.accelerator import multiprocessors
 from rl_kernel.ops.attention.gluon_blocks import (
     BLOCK,
@@ -25,7 +26,7 @@ from rl_kernel.ops.attention.gluon_blocks import (
     edge_step,
     full_step,
 )  # fmt: skip
-from rl_kernel.ops.attention.gluon_copy import PANEL, TILE, copy, find_tile, uniform
+from rl_kernel.ops.attention.gluon_copy import PANEL, TILE, copy, pairs_of, read
 from rl_kernel.ops.attention.triton_blocks import width_for
 from rl_kernel.ops.gluon_scalar import canonical
 
@@ -86,62 +87,55 @@ def _store(
 
 @gluon.jit
 def _attend(
-    out, m_out, l_out, redo, q_buffer, buffers, bars, merged, q_full, q_empty, cu_q, cu_k, lens, sequences,
-    tiles, scale,
-    HALF: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-    PARTIAL: gl.constexpr, PAGE: gl.constexpr,
+    out, m_out, l_out, redo, q_buffer, buffers, bars, merged, letter, q_full, q_empty, scale,
+    HALF: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     queries = q_buffer.slice(HALF * ROWS, ROWS)
     keys_in, values, ones = buffers
     buffers = (keys_in, values, ones, merged)
-    tiles = uniform(tiles)
     count, turn = 0, 0
-    for work in range(gl.program_id(0), tiles * HEADS, gl.num_programs(0)):
-        head = work % HEADS
-        tile = tiles - 1 - work // HEADS
-        _sequence, start, length, first, _key_start, keys = find_tile(
-            cu_q, cu_k, lens, sequences, tile, WIDTH, PAGE, 4
-        )  # fmt: skip
-        again = redo + (tile * HEADS + head) * 2 + HALF
-        if first >= length:
-            gl.store(again, 0)
-        else:
-            pairs = gl.cdiv(min(keys, keys - length + first + TILE), PAIR)
-            full = min((keys - length + first + HALF * ROWS + 1) // PAIR, pairs)  # pairs that each row of the half sees
-            row = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-            last = keys - length + row
-            m = gl.full((ROWS,), NEG_INF, gl.float32, gl.SliceLayout(1, SCORES))
-            l, acc = gl.zeros((ROWS, ONES), gl.float32, SUMS), gl.zeros((ROWS, D), gl.float32, O)
-            m_all, l_all = m, l
-            merged.store(acc)
-            a, beta = gl.zeros((ROWS, BLOCK), gl.bfloat16, P), gl.full_like(m, 1.0)
-            b = a
-            mbarrier.wait(q_full, turn & 1)
-            turn += 1
-            pair = 0
-            while pair <= pairs:
-                a, b, beta, m, l, acc, m_all, l_all = edge_step(
-                    a, b, beta, m, l, acc, m_all, l_all, count, pair, pairs, last, queries, buffers, bars, scale,
+    mbarrier.wait(q_full, 0)
+    slot = read(letter, 0)
+    while slot >= 0:
+        start, length, first, keys = read(letter, 1), read(letter, 2), read(letter, 3), read(letter, 4)
+        pairs = pairs_of(keys, length, first)
+        full = min((keys - length + first + HALF * ROWS + 1) // PAIR, pairs)  # pairs that each row of the half sees
+        row = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        last = keys - length + row
+        m = gl.full((ROWS,), NEG_INF, gl.float32, gl.SliceLayout(1, SCORES))
+        l, acc = gl.zeros((ROWS, ONES), gl.float32, SUMS), gl.zeros((ROWS, D), gl.float32, O)
+        m_all, l_all = m, l
+        merged.store(acc)
+        a, beta = gl.zeros((ROWS, BLOCK), gl.bfloat16, P), gl.full_like(m, 1.0)
+        b = a
+        pair = 0
+        while pair <= pairs:
+            a, b, beta, m, l, acc, m_all, l_all = edge_step(
+                a, b, beta, m, l, acc, m_all, l_all, count, pair, pairs, last, queries, buffers, bars, scale,
+                STAGES, PARTIAL,
+            )  # fmt: skip
+            count += 1
+            pair += 1
+            for middle in range(pair, full):
+                a, b, beta, m, l, acc, m_all, l_all = full_step(
+                    a, b, beta, m, l, acc, m_all, l_all, count, middle, queries, buffers, bars, scale,
                     STAGES, PARTIAL,
                 )  # fmt: skip
                 count += 1
-                pair += 1
-                for middle in range(pair, full):
-                    a, b, beta, m, l, acc, m_all, l_all = full_step(
-                        a, b, beta, m, l, acc, m_all, l_all, count, middle, queries, buffers, bars, scale,
-                        STAGES, PARTIAL,
-                    )  # fmt: skip
-                    count += 1
-                pair = max(pair, full)
-            mbarrier.arrive(q_empty)
-            _store(out, m_out, l_out, again, m_all, l_all, merged, row, start, length, head, HEADS, O)
+            pair = max(pair, full)
+        mbarrier.arrive(q_empty)
+        again = redo + slot * 2 + HALF
+        _store(out, m_out, l_out, again, m_all, l_all, merged, row, start, length, slot % HEADS, HEADS, O)
+        turn += 1
+        mbarrier.wait(q_full, turn & 1)
+        slot = read(letter, 0)
 
 
 @gluon.jit(do_not_specialize=["sequences", "tiles", "table_width", "page_rows"])
 def attention_kernel(
-    out, m_out, l_out, redo, q, k, v, table, cu_q, cu_k, lens, sequences, tiles, table_width, page_rows, scale,
+    out, m_out, l_out, redo, queue, q, k, v, table, cu_q, cu_k, lens, sequences, tiles, table_width, page_rows, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     PARTIAL: gl.constexpr, PAGE: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
@@ -149,7 +143,7 @@ def attention_kernel(
 
     PAGE: keys a page of the cache, which begins every page_rows rows of k and v, by table[R,table_width] and lens[R];
     0 where the keys of a sequence are rows from cu_k on. redo[tiles,H,2]: 1 where a half tile's output is to be
-    computed in another way, 0 elsewhere.
+    computed in another way, 0 elsewhere. queue[1]: 0, and 0 again afterwards.
     """
     q_buffer = gl.allocate_shared_memory(gl.bfloat16, [TILE, D], q.layout)
     blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], gl.bfloat16)
@@ -162,6 +156,7 @@ def attention_kernel(
     # Eight rows that a warp writes together fall into different banks.
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     merged = gl.allocate_shared_memory(gl.float32, [2, ROWS, D], spread)
+    letter = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     q_full, q_empty = gl.allocate_shared_memory(gl.int64, [1], bars), gl.allocate_shared_memory(gl.int64, [1], bars)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
@@ -175,12 +170,13 @@ def attention_kernel(
     buffers = (k_buffers, v_buffers, ones.permute((1, 0)))
     gl.warp_specialize(
         [
-            (_attend, (out, m_out, l_out, redo, q_buffer, buffers, (full, empty), merged.index(0), q_full, q_empty,
-                       cu_q, cu_k, lens, sequences, tiles, scale, 0, HEADS, D, WIDTH, STAGES, PARTIAL, PAGE)),
-            (_attend, (out, m_out, l_out, redo, q_buffer, buffers, (full, empty), merged.index(1), q_full, q_empty,
-                       cu_q, cu_k, lens, sequences, tiles, scale, 1, HEADS, D, WIDTH, STAGES, PARTIAL, PAGE)),
-            (copy, (q, k, v, q_buffer, k_buffers, v_buffers, q_full, q_empty, full, empty, table, cu_q, cu_k, lens,
-                    sequences, tiles, table_width, page_rows, HEADS, KV_HEADS, D, WIDTH, STAGES, PAGE)),
+            (_attend, (out, m_out, l_out, redo, q_buffer, buffers, (full, empty), merged.index(0), letter, q_full,
+                       q_empty, scale, 0, HEADS, D, STAGES, PARTIAL)),
+            (_attend, (out, m_out, l_out, redo, q_buffer, buffers, (full, empty), merged.index(1), letter, q_full,
+                       q_empty, scale, 1, HEADS, D, STAGES, PARTIAL)),
+            (copy, (redo, queue, q, k, v, q_buffer, k_buffers, v_buffers, letter, q_full, q_empty, full, empty, table,
+                    cu_q, cu_k, lens, sequences, tiles, table_width, page_rows, HEADS, KV_HEADS, D, WIDTH, STAGES,
+                    PAGE)),
         ],
         [4, 1],
         [240, 24],
@@ -230,7 +226,7 @@ def _launch(
     q = tensors[0]
     (tokens, heads, dim), kv_heads = q.shape, tensors[1].shape[-2]
     sequences = places[1].shape[0] - 1
-    tiles = tokens // 128 + sequences
+    tiles = -(-tokens // 128) if sequences == 1 else tokens // 128 + sequences
     width = 1 if sequences == 1 else width_for(sequences)  # of one nothing is looked up, which is worth 10 %
     descriptors = []
     for x, count, stride, box in zip(tensors, rows, strides, boxes, strict=True):
@@ -239,7 +235,8 @@ def _launch(
     redo = torch.empty((tiles, heads, 2), dtype=torch.int32, device=q.device)
     page, table_width, page_rows = paging
     attention_kernel[(min(tiles * heads, multiprocessors(q.get_device())),)](
-        out, m, l, redo, *descriptors, *places, sequences, tiles, table_width, page_rows, scale,
+        out, m, l, redo, gluon_join.queue(q.device), *descriptors, *places, sequences, tiles, table_width, page_rows,
+        scale,
         HEADS=heads, KV_HEADS=kv_heads, D=dim, WIDTH=width, STAGES=STAGES[dim],
         PARTIAL=KV_PARTIAL, PAGE=page, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
