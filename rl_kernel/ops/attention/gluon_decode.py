@@ -96,6 +96,34 @@ def _walk(values, scores, tops, blocks, ROWS: gl.constexpr, ACC: gl.constexpr): 
 
 
 @gluon.jit
+def _score(
+    exchange, k_buffer, query, k, table, begin, first_key, visible, k_page, k_token, scale,
+    GROUP: gl.constexpr, MINE: gl.constexpr, PARTIAL: gl.constexpr, PAGE: gl.constexpr, LINES: gl.constexpr,
+    ACC: gl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """MINE blocks of scores into exchange[rows,PARTIAL]; the first keys are on their way to k_buffer."""
+    D: gl.constexpr = k_buffer.shape[1]
+    ROUND: gl.constexpr = k_buffer.shape[0] // BLOCK
+    ROWS: gl.constexpr = query.shape[1]
+    keys = k_buffer._reinterpret(gl.bfloat16, [ROUND, BLOCK, D], k_buffer.layout)
+    row, column = gl.arange(0, BLOCK, gl.SliceLayout(1, ACC)), gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+    for first in gl.static_range(0, MINE, ROUND):
+        async_copy.wait_group(1 if first == 0 else 0)
+        gl.thread_barrier()
+        for b in gl.static_range(ROUND):
+            left = keys.index(b).load(gl.DotOperandLayout(0, ACC, 2))
+            s = mma_v2(left, query, gl.zeros((BLOCK, ROWS), gl.float32, ACC)) * scale
+            key = first_key + (first + b) * BLOCK + row
+            s = gl.where((key < visible)[:, None], s, NEG_INF)
+            at = exchange + (key - begin)[:, None] + column[None, :] * PARTIAL
+            gl.store(at, s, mask=(column < GROUP)[None, :])
+        if first + ROUND < MINE:
+            gl.thread_barrier()
+            _copy(k_buffer, k, table, first_key + (first + ROUND) * BLOCK, visible, k_page, k_token, PAGE, LINES)
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _gather(exchange, flag, GROUP: gl.constexpr, ROWS: gl.constexpr, PARTIAL: gl.constexpr, COUNT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Everybody's scores [blocks,ROWS,64] and every block's maxima [blocks,ROWS], in shared memory."""
     BLOCKS: gl.constexpr = PARTIAL // BLOCK
@@ -115,6 +143,27 @@ def _gather(exchange, flag, GROUP: gl.constexpr, ROWS: gl.constexpr, PARTIAL: gl
     gl.thread_barrier()
     scores = scores._reinterpret(gl.float32, [BLOCKS, ROWS, BLOCK], spread)
     return scores, tops._reinterpret(gl.float32, [BLOCKS, ROWS], plain)
+
+
+@gluon.jit
+def _store(
+    out, m_out, l_out, acc_out, place, member, m, l, acc, GROUP: gl.constexpr, D: gl.constexpr, SINGLE: gl.constexpr
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """The columns of this member: of the output, or of its partial."""
+    ACC: gl.constexpr = acc.type.layout
+    column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
+    d = member * acc.shape[0] + gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
+    here = (column < GROUP)[None, :] & (d < D)[:, None]
+    if SINGLE:
+        # As merged with an empty partial.
+        b = gl.exp2(m - gl.where(m == NEG_INF, 0.0, m))
+        l, acc = 0.0 + l * b, 0.0 + acc * b[None, :]
+        value = narrow(gl.div_rn(acc + 0.0, l[None, :] + gl.zeros_like(acc)))
+        gl.store(out + place[None, :] * D + d[:, None], value, mask=here)
+    else:
+        gl.store(m_out + place, m, mask=(column < GROUP) & (member == 0))
+        gl.store(l_out + place, l, mask=(column < GROUP) & (member == 0))
+        gl.store(acc_out + place[None, :] * D + d[:, None], acc, mask=here)
 
 
 @gluon.jit(do_not_specialize=["sequences", "tokens"])
@@ -159,22 +208,10 @@ def shared_decode_kernel(
     query = gl.load(q_at, mask=(head < GROUP)[None, :], other=0.0)
     group = gl.program_id(2) * KV_HEADS + kv_head
     exchange += group.to(gl.int64) * (ROWS * PARTIAL)
-    keys = k_buffer._reinterpret(gl.bfloat16, [ROUND, BLOCK, D], K_TILE)
-    row, column = gl.arange(0, BLOCK, gl.SliceLayout(1, ACC)), gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
-    for first in gl.static_range(0, MINE, ROUND):
-        async_copy.wait_group(1 if first == 0 else 0)
-        gl.thread_barrier()
-        for b in gl.static_range(ROUND):
-            left = keys.index(b).load(gl.DotOperandLayout(0, ACC, 2))
-            s = mma_v2(left, query, gl.zeros((BLOCK, ROWS), gl.float32, ACC)) * scale
-            key = first_key + (first + b) * BLOCK + row
-            s = gl.where((key < visible)[:, None], s, NEG_INF)
-            at = exchange + (key - begin)[:, None] + column[None, :] * PARTIAL
-            gl.store(at, s, mask=(column < GROUP)[None, :])
-        if first + ROUND < MINE:
-            gl.thread_barrier()
-            _copy(k_buffer, k, table, first_key + (first + ROUND) * BLOCK, visible, k_page, k_token, PAGE, K_LINES)
-    gl.thread_barrier()
+    _score(
+        exchange, k_buffer, query, k, table, begin, first_key, visible, k_page, k_token, scale,
+        GROUP, MINE, PARTIAL, PAGE, K_LINES, ACC,
+    )  # fmt: skip
     flags += group * 2
     _count(flags + member // 4, COUNT)
     gluon_join.await_four(flags)
@@ -183,21 +220,10 @@ def shared_decode_kernel(
     scores, tops = _gather(exchange, flags + member // 4, GROUP, ROWS, PARTIAL, COUNT)
     values = v_buffer._reinterpret(gl.bfloat16, [PARTIAL // BLOCK, BLOCK, W], V_TILE)
     m, l, acc = _walk(values, scores, tops, min(gl.cdiv(visible - begin, BLOCK), PARTIAL // BLOCK), ROWS, ACC)
-    column = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
-    d = member * W + gl.arange(0, W, gl.SliceLayout(1, ACC))
-    place = token.to(gl.int64) * HEADS + kv_head * GROUP + column
-    here = (column < GROUP)[None, :] & (d < D)[:, None]
-    if SINGLE:
-        # As merged with an empty partial.
-        b = gl.exp2(m - gl.where(m == NEG_INF, 0.0, m))
-        l, acc = 0.0 + l * b, 0.0 + acc * b[None, :]
-        value = narrow(gl.div_rn(acc + 0.0, l[None, :] + gl.zeros_like(acc)))
-        gl.store(out + place[None, :] * D + d[:, None], value, mask=here)
-    else:
+    place = token.to(gl.int64) * HEADS + kv_head * GROUP + gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+    if not SINGLE:
         place += partial.to(gl.int64) * (tokens * HEADS)
-        gl.store(m_out + place, m, mask=(column < GROUP) & (member == 0))
-        gl.store(l_out + place, l, mask=(column < GROUP) & (member == 0))
-        gl.store(acc_out + place[None, :] * D + d[:, None], acc, mask=here)
+    _store(out, m_out, l_out, acc_out, place, member, m, l, acc, GROUP, D, SINGLE)
 
 
 def serves(tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...]) -> bool:
