@@ -155,6 +155,13 @@ class Oracle:
         self.check_budget()
         self._budget -= forwards
 
+    def with_logits(self, logits: F32) -> "Oracle":
+        """The same sample with other logits in the window, fp32 [W,V]; the budget is this one's."""
+        other = copy.copy(self)
+        other.said = []
+        other.__dict__["own_logits"] = logits
+        return other
+
     def check_budget(self) -> None:
         """OutOfBudget where nothing more may be computed."""
         if self._budget <= 0 or time.monotonic() > self._deadline:

@@ -195,6 +195,11 @@ def _said(values: tuple[float, float, float]) -> str:
     return " and ".join(parts) or "a small penalty"
 
 
+def repeated(oracle: Oracle, penalty: float) -> F32:
+    """The window's logits under a repetition penalty on all that stands in front."""
+    return _punished(oracle, next(_scopes(oracle)), (penalty, 0.0, 0.0))
+
+
 def _punished(oracle: Oracle, scope: _Scope, values: tuple[float, float, float]) -> F32:
     """In the order of the engines: repetition, frequency, presence."""
     rep, present, frequent = (np.float32(value) for value in values)

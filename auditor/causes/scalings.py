@@ -41,6 +41,7 @@ def constant(oracle: Oracle) -> Iterator[tuple[str, F64, float]]:
 def by_frequency(oracle: Oracle) -> Iterator[tuple[str, F64, float]]:
     """A factor for each frequency, as LongRoPE has it, growing evenly; or so many frequencies that turn at all."""
     own = oracle.frequencies
+    yield "a rotation the other way round", -own, 1.0
     for factor in FACTORS:
         if factor > 1.0:
             yield f"RoPE factors from 1 to {factor:g}", own / np.linspace(1.0, factor, len(own)), 1.0

@@ -14,10 +14,14 @@ from auditor.causes.head import low_precision_head
 from auditor.causes.lookup import value_order
 from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
 from auditor.causes.oracle import Oracle, VersionUnavailable
+from auditor.causes.penalties import repeated
 from auditor.causes.temperature import temperature
 from auditor.causes.transform import value_transform
+from auditor.causes.truncation import truncation
 from auditor.compare import Logprobs
 
+NEARLY: Final = 0.99 * STRONG
+_PENALTIES: Final = (1.05, 1.1)
 _OF_VALUES: Final = (shifted_values, shifted_from_a_point, value_order, value_transform)
 _OF_LOGITS: Final = (temperature, low_precision_head, wrong_row)
 
@@ -40,14 +44,29 @@ def two_steps(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
             yield from (_beside(name, said) for said in compute(evidence, other) if said.score >= STRONG)
 
 
+def sampler_defaults(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """A repetition penalty, and another temperature or a filter beside it, as a model's own defaults have all three."""
+    for penalty in _PENALTIES:
+        punished = oracle.with_logits(repeated(oracle, penalty))
+        upon = _with_truth(punished.from_logits(punished.own_logits), evidence, oracle)
+        for compute in (temperature, truncation):
+            said = compute(upon, punished)
+            yield from (_beside(f"a repetition penalty of {penalty:g}", s) for s in said if s.score >= NEARLY)
+
+
 def _upon(name: str, values: Logprobs, evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    truth, active = evidence.truth.copy(), np.zeros(len(evidence.truth), np.bool_)
-    truth[oracle.window] = values
-    active[oracle.window] = evidence.active[oracle.window]
-    other = replace(evidence, truth=truth, active=active)
+    other = _with_truth(values, evidence, oracle)
     if other.differs.any():
         for read in _OF_VALUES:
             yield from (_beside(name, said) for said in read(other) if said.score >= STRONG)
+
+
+def _with_truth(values: Logprobs, evidence: Evidence, oracle: Oracle) -> Evidence:
+    """The evidence as it is of the window, with other values for the right ones."""
+    truth, active = evidence.truth.copy(), np.zeros(len(evidence.truth), np.bool_)
+    truth[oracle.window] = values
+    active[oracle.window] = evidence.active[oracle.window]
+    return replace(evidence, truth=truth, active=active)
 
 
 def _beside(name: str, said: Suggestion) -> Suggestion:

@@ -29,7 +29,7 @@ from auditor.causes.routing import other_experts
 from auditor.causes.seen import attention_mask
 from auditor.causes.shards import one_shard
 from auditor.causes.softmax import tokens_forbidden, touched_tokens
-from auditor.causes.steps import two_steps
+from auditor.causes.steps import sampler_defaults, two_steps
 from auditor.causes.stepwise import row_by_row
 from auditor.causes.temperature import temperature
 from auditor.causes.transform import unrelated_values, value_transform
@@ -86,6 +86,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     other_prompt,
     other_model,
     rope,
+    sampler_defaults,
     mixed_weights,
     rounded_weights,
     low_precision,
@@ -98,7 +99,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
 )
 COMPUTED: Final[tuple[Compute, ...]] = (*OF_ROWS, *OF_MODELS)
 # Where values are wrong by themselves; whole models may have said them one by one, as a draft's does.
-BY_THEMSELVES: Final[tuple[Compute, ...]] = (*OF_ROWS, other_model, two_steps)
+BY_THEMSELVES: Final[tuple[Compute, ...]] = (*OF_ROWS, other_model, sampler_defaults, two_steps)
 
 
 def diagnose(evidence: Evidence, oracle: Oracle | None) -> tuple[Suggestion, ...]:

@@ -12,6 +12,7 @@ from auditor.causes.logits import logit_processor
 from auditor.causes.lookup import other_token
 from auditor.causes.shards import one_shard
 from auditor.causes.softmax import touched_tokens
+from auditor.causes.steps import sampler_defaults
 from auditor.causes.truncation import truncation
 from auditor.faults.blind import nucleus
 from auditor.faults.suite import filtered, logits_of, read_off
@@ -137,3 +138,17 @@ def test_labels_that_are_wrong_at_the_edges_of_any_number_of_slices_are_told(
     suggestion = said(other_token, world, sample, read_off(world, sample, logits_of(world, sample), targets))
     assert suggestion is not None
     assert suggestion.cause == named
+
+
+def test_a_model_s_own_defaults_are_a_penalty_a_temperature_and_filters_at_once(world: World, sample: Drawn) -> None:
+    logits, hot = logits_of(world, sample), replace(sample, temperature=0.7)
+    for at, row in enumerate(logits):
+        end = sample.prompt + at
+        seen = np.unique(sample.tokens[:end])
+        row[seen] = np.where(row[seen] > 0, row[seen] / np.float32(1.05), row[seen] * np.float32(1.05))
+        gone = row < np.sort(row[:331])[-20]
+        gone[sample.tokens[end]] = False
+        row[gone] = -np.inf
+    wrong = read_off(world, hot, logits)
+    words = "repetition penalty of 1.05", "top_k 20", "temperature 0.7 where 0.85"
+    certain(sampler_defaults, world, sample, wrong, "truncated_sampling", *words)
