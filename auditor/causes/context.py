@@ -60,7 +60,7 @@ def _with_more(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     tried = [(prompt[:1], "other_context", "its first token twice"), (prompt, "other_context", "its prompt twice")]
     tried += [
         (np.full(count, pad), "attention_mask", f"{count} tokens {pad} in front of it, as padding that is seen")
-        for pad in dict.fromkeys((0, last))
+        for pad in dict.fromkeys((0, last, 1, 2))
         for count in _PADS
     ]
     for front, cause, name in tried:

@@ -156,7 +156,7 @@ class Oracle:
         self._budget -= forwards
 
     def with_logits(self, logits: F32) -> "Oracle":
-        """The same sample with other logits in the window, fp32 [W,V]; the budget is this one's."""
+        """The same sample with other logits in the window, fp32 [W,V], for what is read off those."""
         other = copy.copy(self)
         other.said = []
         other.__dict__["own_logits"] = logits
