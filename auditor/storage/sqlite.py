@@ -22,7 +22,7 @@ class SqliteDatabase:
     def __init__(self, path: Path, writer: bool) -> None:
         self._path = path
         self._lock = _lock(path) if writer else None
-        self._connect("rwc" if writer else "ro")
+        self._connect("rwc" if writer else _reading(path))
         if writer:
             with self._translated():
                 self._refuse_foreign()
@@ -54,7 +54,7 @@ class SqliteDatabase:
             raise LedgerError(f"ledger {self._path} is no longer the file that was opened; put it back, or start again")
         if not self._connection.in_transaction:
             left = self._connection
-            self._connect("ro")
+            self._connect(_reading(self._path))
             left.close()
 
     def _refuse_foreign(self) -> None:
@@ -105,6 +105,14 @@ class SqliteDatabase:
             yield
         except sqlite3.Error as error:
             raise LedgerError(f"ledger {self._path}: {error}") from error
+
+
+def _reading(file: Path) -> str:
+    """How a reader opens it. In a folder that it may not write, such as a backup's, SQLite can make no file for shared
+    memory; where no log lies beside the ledger nobody has it open, and nothing is to be shared.
+    """
+    written = file.with_name(file.name + "-wal").exists() or os.access(file.parent, os.W_OK)
+    return "ro" if written else "ro&immutable=1"
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import sqlite3
 import subprocess
 import time
@@ -92,6 +93,24 @@ def readiness(auditor: AuditorProcess) -> tuple[int, str]:
             return int(answer.status), answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def test_a_ledger_on_a_disk_that_nobody_may_write_is_verified(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with running_auditor(tmp_path) as auditor:
+        with AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client:
+            submit_pairs(client, range(2))
+        assert auditor.stop() == 0
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(disk)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a file system cannot be mounted here")
+    try:
+        shutil.copy(auditor.ledger, disk / "ledger.db")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert verify(open_database(str(disk / "ledger.db"), writer=False)).entries == 6
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.parametrize(
