@@ -20,6 +20,7 @@ _CUTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _PADS: Final = (1, 2, 4, 8, 16, 32, 64)
 _BLOCKS: Final = 8  # pieces of the prompt that are left out one by one before edges are looked for
 _NEAR: Final = 0.95  # of a strong score
+_STARTS: Final = 2  # parts from which better ones are looked for, where values are right up to some token
 _SHORTEST: Final = 4
 _SHORT: Final = 64  # tokens of a prompt of which any number may be cut off
 _PROMISING: Final = 0.97  # of the difference: what one piece must leave for its edges to be looked for
@@ -120,11 +121,15 @@ def _best_span(evidence: Evidence, oracle: Oracle, predict: Span, last: int) -> 
 
     edges = np.unique(np.round(np.linspace(0, last, _BLOCKS + 1)).astype(int)).tolist()
     ends = [(0, 1), (0, 2), (last - 1, last), (last - 2, last)]
-    span = min((*pairwise(edges), *ends), key=error)
+    if evidence.begins is not None:  # what was taken out mostly stood right in front
+        ends += [(edge, last) for edge in edges[1:-1]]
+    span, *others = sorted((*pairwise(edges), *ends), key=error)[:_STARTS]
     before = float(np.abs(truth[usable].astype(np.float64) - found[usable]).mean())
     if error(span) > _PROMISING * before:
         return None
-    return climbed(span, _beside, error, max(1, last // _BLOCKS))
+    step = max(1, last // _BLOCKS)
+    reached = [climbed(start, _beside, error, step) for start in (span, *others[: evidence.begins is not None])]
+    return min(reached, key=error)
 
 
 def _beside(span: tuple[int, int], step: int) -> Iterator[tuple[int, int]]:

@@ -34,7 +34,7 @@ _TRIAL: Final = 12
 _PROMISING: Final = 0.7
 _RANKS: Final = (2, 4, 8, 3)
 _ORIGINAL: Final = tuple(2**power for power in range(5, 18))
-_SKIPS: Final = (1, -1, 2, 8)
+_SKIPS: Final = (1, -1, 2, -2, 3, 4, 5, 8, 16)
 _STILL: Final = (3, 6, 12, 32, 128)  # tokens at one position
 _MOST_PADS: Final = 96
 
@@ -102,10 +102,10 @@ def _skips(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
 
     From whichever token on, and for as long, as fits best on a few rows.
     """
-    few, prompt = _few_wrong(evidence, oracle), oracle.prompt_len
-    if few.size < _FEW:
-        return
+    few, prompt = _few_wrong(evidence, oracle)[: 2 * _FEW], oracle.prompt_len
     found, truth = (values[oracle.window][few].astype(np.float64) for values in (evidence.found, evidence.truth))
+    if few.size < _FEW or np.median(np.abs(found - truth)) < _ROUNDING:
+        return
     where, said = np.arange(len(oracle.tokens), dtype=np.float64), dict[Skip, float]()
 
     def moved(skip: Skip) -> Decoder:
