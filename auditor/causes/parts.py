@@ -94,6 +94,8 @@ class Layout:
     def large(self) -> Iterator[tuple[str, Names]]:
         """What is likely to be touched as a whole: all, a block, a kind, layers, a block of a layer."""
         every = frozenset(self.names)
+        if not every:
+            return
         yield "all tensors", every
         for block in _BLOCKS:
             yield f"{block.strip('.')} tensors", frozenset(n for n in every if block in n)
@@ -140,7 +142,7 @@ class Layout:
     def _runs(self) -> Iterator[Choice]:
         """The first or the last tensors of a transfer, in the order of the file or of their names."""
         for order in dict.fromkeys((self.names, tuple(sorted(self.names)))):
-            step = -(-len(order) // _MOST)
+            step = max(1, -(-len(order) // _MOST))
             for cut in range(step, len(order), step):
                 yield Choice(f"the tensors up to {order[cut - 1]}", self.whole(frozenset(order[:cut])), 2.0)
                 yield Choice(f"the tensors from {order[cut]} on", self.whole(frozenset(order[cut:])), 2.0)

@@ -1,6 +1,6 @@
-"""Weights in fewer bits in some matrices only: each format's errors are known, and so is what they would make.
+"""Weights that were rounded in some tensors only: each rounding's errors are known, and so is what they would make.
 
-Which matrices are rounded, and how, is read off the difference; bits then say whether it is so.
+Which tensors are rounded, and how, is read off the difference; bits then say whether it is so.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ import numpy as np
 
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.mixture import Source, measured_of
-from auditor.causes.oracle import Oracle
+from auditor.causes.oracle import Oracle, VersionUnavailable
 from auditor.causes.parts import Layout
 from auditor.causes.precision import CASTS, FORMATS, OF_ROWS, Coarse, coarse, in_blocks
 from auditor.causes.weights import searched
@@ -22,6 +22,7 @@ _LARGEST: Final = 1 << 28  # bytes of weights of which copies are made
 _LEAST: Final = 0.3  # in roundings: less is made by no format
 _BLOCK: Final = 128
 _GROUPS: Final = (("32 values of a row", 32), ("64 values of a row", 64))
+_DECAYS: Final = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 _STRENGTHS: Final = (1.0, 2.0, 3.0, 4.0)
 _TIMES: Final = (1, 2, 3)
 _TRIED: Final = 96  # whose effect is too small to tell them apart by
@@ -29,13 +30,13 @@ _RARE: Final = 2.0  # a cost
 
 
 def rounded_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """Some matrices in eight or four bits, or after an adapter was merged into them and taken off."""
+    """Some matrices in eight or four bits, or averaged, or after an adapter was merged into them and taken off."""
     if sum(weight.nbytes for weight in oracle.decoder.weights.values()) > _LARGEST:
         return
     measured = measured_of(evidence, oracle)
     if measured is None or (measured.response is not None and measured.size < _LEAST):
         return
-    yield from searched(evidence, measured, list(_in_formats(oracle)), Layout.tensors)
+    yield from searched(evidence, measured, [*_in_formats(oracle), *_averages(evidence, oracle)], Layout.tensors)
     yield from searched(evidence, measured, list(_taken_off(evidence, oracle)), Layout.blocks, most=_TRIED)
 
 
@@ -58,12 +59,29 @@ def _in_formats(oracle: Oracle) -> Iterator[Source]:
         yield Source("weight_precision", f"{{}} {cast}", Changed(weights, partial(_of_matrix, change)), _RARE)
 
 
+def _earlier(evidence: Evidence, oracle: Oracle, last: int) -> Iterator[tuple[int, Mapping[str, Bits]]]:
+    """The last few versions before the stated one, and the first."""
+    before = [version for version in sorted(oracle.versions) if version < evidence.record.weight_version]
+    for version in dict.fromkeys((*before[-last:][::-1], *before[:1])):
+        try:
+            yield version, oracle.version(version).weights
+        except VersionUnavailable:
+            continue
+
+
+def _averages(evidence: Evidence, oracle: Oracle) -> Iterator[Source]:
+    """Averages over versions, of which bf16 keeps what is more than half of a step."""
+    now = oracle.decoder.weights
+    for version, old in _earlier(evidence, oracle, 2):
+        for share in _DECAYS:
+            said = f"{{}} as an average of {share:g} times the stated version and {1 - share:g} times version {version}"
+            yield Source("adapter_scale", said, Averaged(now, old, share))
+
+
 def _taken_off(evidence: Evidence, oracle: Oracle) -> Iterator[Source]:
     """What bf16 leaves of weights that a change since another version was added to and taken from."""
-    now, stated = oracle.decoder.weights, evidence.record.weight_version
-    before = [version for version in sorted(oracle.versions) if version < stated]
-    for version in dict.fromkeys((*before[:1], *before[-1:])):
-        old = oracle.version(version).weights
+    now = oracle.decoder.weights
+    for version, old in _earlier(evidence, oracle, 1):
         for strength, times in product(_STRENGTHS, _TIMES):
             said = f"{{}} after {strength:g} times what came since version {version} was merged and taken off in bf16"
             again = f", {times} times" * (times > 1)
@@ -97,6 +115,19 @@ class Merged(dict[str, Bits]):
         for _ in range(self._times):
             own = narrow(widen(narrow(widen(own) + change)) - change)
         self[name] = own
+        return self[name]
+
+
+class Averaged(dict[str, Bits]):
+    """Weights `now` and `old`, averaged when they are asked for."""
+
+    def __init__(self, now: Mapping[str, Bits], old: Mapping[str, Bits], share: float) -> None:
+        super().__init__()
+        self._now, self._old = now, old
+        self._share, self._rest = np.float32(share), np.float32(1.0 - share)
+
+    def __missing__(self, name: str) -> Bits:
+        self[name] = narrow(self._share * widen(self._now[name]) + self._rest * widen(self._old[name]))
         return self[name]
 
 

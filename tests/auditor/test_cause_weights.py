@@ -136,6 +136,12 @@ def taken_off(world: World, sample: Drawn) -> Change:
     return change
 
 
+def averaged(world: World, sample: Drawn) -> Change:
+    older = world.decoder(sample.version - 2).weights
+    keep, take = np.float32(0.9), np.float32(0.1)
+    return lambda n, w: to_bf16(keep * from_bf16(w) + take * from_bf16(older[n]))
+
+
 def fp8_in_part(world: World, sample: Drawn) -> Change:
     return lambda n, w: in_blocks(w) if ".mlp.up" in n or "layers.1.self_attn.q_proj" in n else w
 
@@ -160,6 +166,7 @@ def half_lost(world: World, sample: Drawn) -> Change:
         (mixed_ages, mixed_weights, "stale_weights", ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.k_norm")),
         (one_rank, mixed_weights, "stale_weights", ("rank 0 of 4 in self_attn tensors",)),
         (left_in, mixed_weights, "adapter_scale", ("added once more",)),
+        (averaged, rounded_weights, "adapter_scale", ("an average of 0.9 times the stated version",)),
         (taken_off, rounded_weights, "weight_precision", ("1 times what came since version 1 was merged and taken",)),
         (fp8_in_part, rounded_weights, "weight_precision", ("FP8 (E4M3)", "block of 128", "layers.1.self_attn.q_proj")),
         (keys_for_values, altered_weights, "other_weights", ("layer 1 with", "self_attn.k_proj and self_attn.v_proj")),
@@ -204,6 +211,17 @@ def test_a_model_too_large_to_be_run_back_has_the_likeliest_parts_tried_all_the_
     assert suggestion is not None
     assert (suggestion.cause, suggestion.score) == ("stale_weights", CERTAIN)
     assert "norm tensors" in suggestion.evidence
+
+
+def test_a_version_that_was_published_twice_is_no_part_of_anything(world: World, sample: Drawn) -> None:
+    own = world.decoder(sample.version)
+    versions = {sample.version - 1: own, sample.version + 1: own, 1: world.decoder(1)}
+    oracle = oracle_of(world, sample)
+    oracle.versions, oracle.version = tuple(versions), versions.__getitem__  # type: ignore[method-assign]
+    wrong = under(world, sample, lambda n, w: world.decoder(1).weights[n] if "norm" in n else w)
+    evidence = evidence_of(world, sample, wrong)
+    assert max(said.score for said in mixed_weights(evidence, oracle)) == CERTAIN
+    assert [said.score for said in rounded_weights(evidence, oracle) if said.score == CERTAIN] == []
 
 
 def test_parts_cover_each_tensor_and_ranks_share_whole_tiles_of_the_vocabulary(world: World) -> None:
