@@ -22,7 +22,7 @@ _FINE: Final = 2e-5  # the same where the temperature is open, too
 _ROWS: Final = 64
 _FEW: Final = 12
 _ALL: Final = 1 << 22  # probabilities that are held at a time
-_WORK: Final = 1 << 24  # probabilities that are looked at to find a temperature
+_WORK: Final = 1 << 25  # probabilities that are looked at to find a temperature
 _HEATS: Final = (np.arange(5, 201) / 100, np.arange(1, 31) / 10, np.array([0.6, 0.7, 0.8, 1.0]))
 _MOSTLY: Final = 0.9
 _STEP: Final = 1e-9  # of a measure
@@ -40,6 +40,7 @@ class _Rows:
     rows: I64
     p: F64
     mass: F64
+    chosen: F64  # of the drawn token
     kept: I64  # how many of the likeliest have the mass that the side's value says
     fits: np.ndarray  # bool [R]: whether they have it
 
@@ -61,7 +62,7 @@ def truncation(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
             if said := _filtered(evidence, oracle, seen):
                 yield said
                 return
-        elif short := _short(oracle, seen, lifts):
+        elif short := _short(seen, lifts):
             yield short
     yield from _beside_a_temperature(evidence, oracle, rows)
 
@@ -86,9 +87,9 @@ def _filtered(evidence: Evidence, oracle: Oracle, seen: _Rows) -> Suggestion | N
     )
 
 
-def _short(oracle: Oracle, seen: _Rows, lifts: F64) -> Suggestion | None:
+def _short(seen: _Rows, lifts: F64) -> Suggestion | None:
     """Less was kept than the tokens that are likelier than the drawn one: what no filter of the likeliest does."""
-    chosen = np.exp(_logp(oracle, seen.rows, oracle.temperature))
+    chosen = seen.chosen
     likelier = np.where(seen.p > chosen[:, None] * (1 + _TOLERANCE), seen.p, 0.0).sum(axis=1) + chosen
     short = np.exp(-lifts) < likelier * (1 - _TOLERANCE)
     if short.mean() < _TOO_FEW:
@@ -104,11 +105,12 @@ def _short(oracle: Oracle, seen: _Rows, lifts: F64) -> Suggestion | None:
 def _beside_a_temperature(evidence: Evidence, oracle: Oracle, rows: I64) -> Iterator[Suggestion]:
     """A filter and another temperature than the stated one, which few tokens tell apart from all others."""
     few = rows[np.linspace(0, len(rows) - 1, min(_FEW, len(rows))).astype(np.int64)]
+    ordered = _ordered(oracle, few)
     heats = next((h for h in _HEATS if h.size * few.size * oracle.decoder.config.vocab < _WORK), _HEATS[-1])
     for heat in heats.tolist():
         if abs(heat - oracle.temperature) < _TOLERANCE:
             continue
-        seen = _look(evidence, oracle, few, heat, _FINE)
+        seen = _look(evidence, oracle, few, heat, _FINE, ordered)
         if seen.fits.mean() < _MOSTLY or seen.mass[np.arange(few.size), seen.kept - 1].min() > 1 - _TOLERANCE:
             continue
         seen = _look(evidence, oracle, rows, heat, _FINE)
@@ -134,12 +136,17 @@ def _order(oracle: Oracle, row: int) -> I64:
     return np.argsort(-oracle.own_logits[row, : oracle.decoder.config.vocab], kind="stable")
 
 
-def _look(evidence: Evidence, oracle: Oracle, rows: I64, heat: float, tolerance: float) -> _Rows:
+def _look(
+    evidence: Evidence, oracle: Oracle, rows: I64, heat: float, tolerance: float, ordered: F64 | None = None
+) -> _Rows:
     """How many of the likeliest tokens were kept in some rows, as the values say at a temperature.
 
-    A side that filters what another one drew keeps the drawn token beside the likeliest.
+    A side that filters what another one drew keeps the drawn token beside the likeliest. ordered: as of `_ordered`,
+    where it is known.
     """
-    p, logp = _descending(oracle, rows, heat), _logp(oracle, rows, heat)
+    z = _ordered(oracle, rows) if ordered is None else ordered
+    p, own = _heated(z, heat), oracle.own_logits[rows, oracle.targets[rows]].astype(np.float64)
+    logp = (own - z[:, 0]) / heat + np.log(p[:, 0])
     mass, chosen = np.cumsum(p, axis=1), np.exp(logp)
     lifts = evidence.found[oracle.window][rows].astype(np.float64) - logp
     wanted, every = np.exp(-np.maximum(lifts, 0.0)), np.arange(rows.size)
@@ -149,24 +156,20 @@ def _look(evidence: Evidence, oracle: Oracle, rows: I64, heat: float, tolerance:
     left_beside = np.abs(np.log(mass[every, beside - 1] + chosen) + lifts)
     left_beside[p[every, beside - 1] < chosen * (1 + tolerance)] = np.inf  # it is one of them
     kept = np.where(left_beside < left, beside, within)
-    return _Rows(rows, p, mass, kept, np.minimum(left, left_beside) < tolerance)
+    return _Rows(rows, p, mass, chosen, kept, np.minimum(left, left_beside) < tolerance)
 
 
-def _logp(oracle: Oracle, rows: I64, heat: float) -> F64:
-    """Log-probabilities of the drawn tokens at a temperature, float64 [R]."""
-    z = oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64) / heat
-    top = z.max(axis=1)
-    values: F64 = z[np.arange(len(z)), oracle.targets[rows]] - top - np.log(np.exp(z - top[:, None]).sum(axis=1))
-    return values
-
-
-def _descending(oracle: Oracle, rows: I64, heat: float) -> F64:
-    """Probabilities of each row, the largest first, float64 [rows,V]."""
-    z = oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64) / heat
-    p = np.exp(z - z.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
-    ordered: F64 = -np.sort(-p, axis=1)
+def _ordered(oracle: Oracle, rows: I64) -> F64:
+    """Logits of each row, the largest first, float64 [rows,V]."""
+    ordered: F64 = -np.sort(-oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64), axis=1)
     return ordered
+
+
+def _heated(ordered: F64, heat: float) -> F64:
+    """Probabilities of such rows at a temperature."""
+    p: F64 = np.exp((ordered - ordered[:, :1]) / heat)
+    p /= p.sum(axis=1, keepdims=True)
+    return p
 
 
 def _count(mass: F64, wanted: float) -> int:
@@ -185,7 +188,7 @@ def _is_sharp(mass: F64, kept: np.ndarray) -> bool:
 
 def _measures(oracle: Oracle, rows: I64, heat: float) -> dict[str, F64]:
     """By each filter's measure, how far a token is from the likeliest, float64 [R,V], the likeliest first."""
-    p = _descending(oracle, rows, heat)
+    p = _heated(_ordered(oracle, rows), heat)
     own, largest = -np.log(np.maximum(p, 1e-300)), -np.log(p[:, :1])
     spread = (oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64) / heat).std(axis=1)
     ranks = np.broadcast_to(np.arange(1.0, p.shape[1] + 1.0), p.shape)
