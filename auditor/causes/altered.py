@@ -22,6 +22,7 @@ _SWAPPED: Final = (
     ("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm"),
 )  # fmt: skip
 _LARGEST: Final = 1 << 30  # bytes of weights
+_COPIED: Final = 1 << 26  # the same, of which a copy is made for each mistake
 _RANKS: Final = (2, 4)
 _LEAST: Final = 1.5  # in roundings: less is made by no tensor that is another one
 _TRIED: Final = 100  # of what moves values too far for the first order to tell
@@ -30,7 +31,8 @@ _TRIED: Final = 100  # of what moves values too far for the first order to tell
 def altered_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """What explains most of the difference is named; not on a model of which copies would fill the memory."""
     decoder = oracle.decoder
-    if sum(weight.nbytes for weight in decoder.weights.values()) > _LARGEST:
+    size = sum(weight.nbytes for weight in decoder.weights.values())
+    if size > _LARGEST:
         return
     measured = measured_of(evidence, oracle, near=False)
     if measured is not None and measured.response is not None and measured.size < _LEAST:
@@ -39,7 +41,7 @@ def altered_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     best = nearest_model(evidence, oracle, models)
     if best:
         yield best
-    if measured is not None and (best is None or best.score < SETTLED):
+    if measured is not None and size < _COPIED and (best is None or best.score < SETTLED):
         mistakes = (*_misplaced(decoder), *_moved(decoder))
         sources = [Source("other_weights", f"{{}} with {name}", weights) for name, weights in mistakes]
         yield from searched(evidence, measured, sources, Layout.tensors, most=_TRIED)

@@ -14,7 +14,7 @@ import numpy as np
 from auditor.causes.evidence import Evidence
 from auditor.causes.oracle import F64, I64, Oracle
 from auditor.causes.parts import Choice, Layout, Part, replaced
-from auditor.causes.response import Effect, Response, response_of, total
+from auditor.causes.response import Effect, Response, response_of, rows_of, total
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Bits
@@ -135,6 +135,7 @@ def measured_of(evidence: Evidence, oracle: Oracle, near: bool = True) -> Measur
     median = float(np.median(np.abs(evidence.delta[evidence.differs])))
     if oracle.noise is not None and median > _FAR * oracle.noise:
         return None if near else Measured(oracle, None, rows, found[rows], truth[rows])
+    rows = rows_of(oracle, rows)
     measured = Measured(oracle, response_of(oracle, rows), rows, found[rows], truth[rows])
     if measured.response is not None:
         oracle.noise = median / max(_ALL_ANEW * measured.size, 1e-9)

@@ -58,9 +58,11 @@ class Response:
 
     @staticmethod
     def affordable(oracle: Oracle, rows: int) -> bool:
-        """Whether the model is small enough to be run back for so many rows."""
+        """Whether the model and the sample are small enough to be run back for so many rows."""
+        config, count = oracle.decoder.config, len(oracle.tokens)
         size = sum(weight.size for weight in oracle.decoder.weights.values())
-        return 4.0 * size * len(oracle.tokens) * rows < _DEAREST and 4.0 * size * rows < _MOST_BYTES
+        held = max(size, count * config.intermediate, count * count * config.heads)
+        return 4.0 * size * count * rows < _DEAREST and 4.0 * held * rows < _MOST_BYTES
 
     @cached_property
     def _root(self) -> F64:
@@ -133,6 +135,12 @@ class Response:
         else:
             flat = each.reshape(len(each), -1)
             self._spread += flat @ flat.T
+
+
+def rows_of(oracle: Oracle, rows: I64) -> I64:
+    """The first ones of some rows, as many as the model can be run back for; all where it cannot be for enough."""
+    counts = [count for count in (rows.size, rows.size // 2, rows.size // 4) if count >= _LEAST]
+    return rows[: next((count for count in counts if Response.affordable(oracle, count)), rows.size)]
 
 
 def response_of(oracle: Oracle, rows: I64) -> Response | None:

@@ -18,7 +18,7 @@ from auditor.causes.precision import CASTS, FORMATS, OF_ROWS, Coarse, coarse, in
 from auditor.causes.weights import searched
 from rl_kernel.reference.ops import Bits, narrow, widen
 
-_LARGEST: Final = 1 << 28  # bytes of weights of which copies are made
+_LARGEST: Final = 1 << 22  # bytes of weights of which a copy is made for each rounding
 _LEAST: Final = 0.3  # in roundings: less is made by no format
 _BLOCK: Final = 128
 _GROUPS: Final = (("32 values of a row", 32), ("64 values of a row", 64))
@@ -34,7 +34,7 @@ def rounded_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     if sum(weight.nbytes for weight in oracle.decoder.weights.values()) > _LARGEST:
         return
     measured = measured_of(evidence, oracle)
-    if measured is None or (measured.response is not None and measured.size < _LEAST):
+    if measured is None or measured.response is None or measured.size < _LEAST:
         return
     yield from searched(evidence, measured, [*_in_formats(oracle), *_averages(evidence, oracle)], Layout.tensors)
     yield from searched(evidence, measured, list(_taken_off(evidence, oracle)), Layout.blocks, most=_TRIED)

@@ -213,6 +213,17 @@ def test_a_model_too_large_to_be_run_back_has_the_likeliest_parts_tried_all_the_
     assert "norm tensors" in suggestion.evidence
 
 
+def test_what_is_dear_to_run_back_is_run_back_for_fewer_rows(
+    world: World, sample: Drawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("auditor.causes.response._DEAREST", 8e9)
+    older = world.decoder(sample.version - 1).weights
+    found, evidence, oracle = measured(world, sample, under(world, sample, lambda n, w: older[n] if "mlp" in n else w))
+    assert found.response is not None
+    assert len(found.delta) == 36
+    assert max(said.score for said in mixed_weights(evidence, oracle)) == CERTAIN
+
+
 def test_a_version_that_was_published_twice_is_no_part_of_anything(world: World, sample: Drawn) -> None:
     own = world.decoder(sample.version)
     versions = {sample.version - 1: own, sample.version + 1: own, 1: world.decoder(1)}
