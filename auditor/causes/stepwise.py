@@ -6,7 +6,7 @@ little, so everything that may have happened to it is tried; what fits is kept, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +27,8 @@ _EDGES: Final = 16
 _ROWS: Final = 3  # that must follow before a whole response is computed
 _LARGEST: Final = 1 << 27  # values of a cache that is kept
 _TOKENS: Final = 1024  # that are all tried in a place
+_TOGETHER: Final = 64  # rows that are computed at once
+_KEYS: Final = 1 << 16  # that they may have together
 _TOLD: Final = 8  # runs of rows that are told
 _SMALLEST: Final = 8  # tokens of a block
 
@@ -57,30 +59,46 @@ class Kept:
 
         oracle.hidden(edited(oracle.decoder, Edit("attention", keep)))
 
-    def value(self, at: int, row: Row, keep: bool = False) -> np.float32:
-        """Log-probability of token at + 1 in the row of token `at`. keep: its keys and values for the rows behind."""
-        oracle, layer = self._oracle, iter(range(len(self._layers)))
-        frequencies, length = row.scaling.of(at) if row.scaling else (oracle.frequencies, 1.0)
-        angle = (at + row.offset) * frequencies[None, :]
+    def values(self, at: int, rows: Sequence[Row], keep: bool = False) -> Logprobs:
+        """Log-probability of token at + 1 in what the row of token `at` may be, each for itself, float32 [len(rows)].
+
+        keep: keys and values of the first are those of the token, for the rows behind it.
+        """
+        oracle, layer, count = self._oracle, iter(range(len(self._layers))), len(rows)
+        scaled = [row.scaling.of(at) if row.scaling else (oracle.frequencies, 1.0) for row in rows]
+        angle = np.stack([(at + row.offset) * own for row, (own, _) in zip(rows, scaled, strict=True)])
+        length = np.array([longer for _, longer in scaled])[:, None]
         cos, sin = ((length * part).astype(np.float32) for part in (np.cos(angle), np.sin(angle)))
-        first, last = row.hidden
-        seen = np.r_[0:first, last:at] if last > first else np.arange(at)
+        seen = [np.r_[0 : row.hidden[0], row.hidden[1] : at] for row in rows]
+        ends = np.cumsum([0, *(len(keys) + 1 for keys in seen)]).astype(np.int32)
 
         def rope(plain: Reference, x: Bits, _cos: F32, _sin: F32, _at: I64) -> Any:
-            return plain.rope(x, cos, sin, np.zeros(1, np.int64))
+            return plain.rope(x, cos, sin, np.arange(count))
 
         def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
-            keys, values = self._layers[next(layer)]
+            kept = self._layers[next(layer)]
             if keep:
-                keys[at], values[at] = k[0], v[0]
-            k, v = np.concatenate([keys[seen], k]), np.concatenate([values[seen], v])
-            return plain.attention(q, k, v, cu_q, np.array([0, len(k)], np.int32))
+                kept[0][at], kept[1][at] = k[0], v[0]
+            all_k, all_v = (
+                np.concatenate([part for i, keys in enumerate(seen) for part in (cached[keys], own[i : i + 1])])
+                for cached, own in zip(kept, (k, v), strict=True)
+            )
+            return plain.attention(q, all_k, all_v, np.arange(count + 1, dtype=np.int32), ends)
 
-        token = oracle.tokens[at : at + 1] if row.token is None else np.array([row.token])
+        tokens = np.array([oracle.tokens[at] if row.token is None else row.token for row in rows])
         decoder = edited(oracle.decoder, Edit("rope", rope), Edit("attention", attention))
-        logits = oracle.head(oracle.decoder, oracle.hidden(decoder, token))
-        value: np.float32 = oracle.from_logits(logits, targets=oracle.tokens[at + 1 : at + 2])[0]
-        return value
+        logits = oracle.head(oracle.decoder, oracle.hidden(decoder, tokens))
+        return oracle.from_logits(logits, targets=np.full(count, oracle.tokens[at + 1]))
+
+    def fitting(self, at: int, rows: Iterator[Row], wanted: np.float32) -> Row | None:
+        """The first of the rows that has the wanted value; the likeliest by itself, then ever more at once."""
+        size, most = 1, max(1, min(_TOGETHER, _KEYS // (at + 1)))
+        while some := list(islice(rows, size)):
+            hit = np.flatnonzero(self.values(at, some) == wanted)
+            if hit.size:
+                return some[int(hit[0])]
+            size = min(8 * size, most)
+        return None
 
 
 def row_by_row(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
@@ -107,12 +125,11 @@ def _follow(evidence: Evidence, oracle: Oracle, kept: Kept, first: int, kind: An
     values, rows = evidence.truth[oracle.window].copy(), list[Row]()
     found, start, last = evidence.found[oracle.window], int(oracle.rows[0]), Row()
     for at in range(max(first, start), int(oracle.rows[-1]) + 1):
-        wanted = found[at - start]
-        row = next((row for row in kind(oracle, at, last, rows) if kept.value(at, row) == wanted), None)
+        row = kept.fitting(at, kind(oracle, at, last, rows), found[at - start])
         if row is None and len(rows) < _ROWS:
             return [], values
         last = last if row is None else row
-        values[at - start] = kept.value(at, last, keep=True)
+        values[at - start] = kept.values(at, [last], keep=True)[0]
         rows.append(last)
     return rows, values
 
