@@ -6,7 +6,7 @@ little, so everything that may have happened to it is tried; what fits is kept, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice
 from typing import Any, Final
 
 import numpy as np
@@ -192,7 +192,9 @@ def _named(rows: list[Row], first: int, total: int) -> tuple[str, str]:
         said = ", ".join(
             f"by {by:+d} from token {at} on" for (by, _), at in list(zip(runs, starts, strict=True))[:_TOLD]
         )
-        cut = len(runs) > 2 and _at_slices(total, starts.tolist())
+        # Slices in another order have all positions, each once.
+        taken = {first + at + row.offset for at, row in enumerate(rows)}
+        cut = len(runs) > 1 and len(taken) == len(rows) and _at_slices(total, starts.tolist())
         return ("context_parallel" if cut else "position_offset"), f"positions moved {said}"
     return _named_mask(rows, first, total)
 
@@ -208,13 +210,8 @@ def _named_mask(rows: list[Row], first: int, total: int) -> tuple[str, str]:
         for ((a, b), _), at, until in list(zip(runs, starts, starts[1:], strict=False))[:_TOLD]
         if b > a
     )
-    spans = [
-        span
-        for (hidden, _), *rows in zip(runs, starts, starts[1:], strict=False)
-        if hidden[1]
-        for span in (hidden, (rows[0], rows[1]))
-    ]
-    if _are_slices(total, spans) and (begun > 0 or len(runs) > 1 or first % _SMALLEST):
+    edges = [*starts, *(edge for hidden, _ in runs for edge in hidden)]
+    if _at_slices(total, edges) and (begun > 0 or len(runs) > 1 or first % _SMALLEST):
         cause = "context_parallel"
     else:
         # Keys right in front that are gone are a chunk's or a block's; others were hidden on purpose.
@@ -223,22 +220,12 @@ def _named_mask(rows: list[Row], first: int, total: int) -> tuple[str, str]:
 
 
 def _at_slices(total: int, edges: list[int]) -> bool:
-    """Whether all of these are edges of as many slices as there are ranks, and not of blocks of a cache."""
-    return any(set(edges) <= {0, *cuts.tolist(), total} for cuts in _cuts(total, edges))
+    """Whether these are edges of as many slices as there are ranks, most of all there are, and not of cached blocks.
 
-
-def _are_slices(total: int, spans: list[tuple[int, int]]) -> bool:
-    """Whether all of these are one slice each, or begin where the sequence does; the last row is computed by nobody."""
-    edges = [edge for span in spans for edge in span]
-    for cuts in _cuts(total, edges):
-        each = set(pairwise([0, *cuts.tolist(), total]))
-        if all(span in each or (span[0], span[1] + 1) in each for span in spans):
-            return True
-    return False
-
-
-def _cuts(total: int, edges: list[int]) -> Iterator[I64]:
-    blocks = total % _EDGES == 0 and all(edge % _EDGES == 0 for edge in edges)
-    for parts, cuts in slicings(total):
-        if parts in ((2, 3, 4) if blocks else (2, 3, 4, 6, 8, 16)):
-            yield cuts
+    The last row is nobody's.
+    """
+    inner = {edge for edge in edges if 0 < edge < total - 1}
+    blocks = total % _EDGES == 0 and all(edge % _EDGES == 0 for edge in inner)
+    ranks = (2, 3, 4) if blocks else (2, 3, 4, 6, 8, 16)
+    tried = (set(cuts.tolist()) for parts, cuts in slicings(total) if parts in ranks)
+    return any(inner <= cuts and 2 * len(inner) >= len(cuts) for cuts in tried)
