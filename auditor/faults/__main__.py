@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from auditor.command import end
 from auditor.faults.blind_model import BLIND
 from auditor.faults.blind_second import SECOND_BLIND
 from auditor.faults.blind_third import THIRD_BLIND
@@ -45,6 +46,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--evidence", action="store_true", help="print every suggestion with its evidence")
     parser.add_argument("--list", choices=["suite", *LISTS], default="suite", help="which faults (default: suite)")
     given = parser.parse_args(arguments)
+    for name, least in (("each", 1), ("clean", 0), ("seed", 0)):
+        if (number := getattr(given, name)) < least:
+            parser.error(f"argument --{name}: {number} is less than {least}")
     started = time.monotonic()
     try:
         world = World(given.model, given.seed)
@@ -71,4 +75,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end("faults", main)

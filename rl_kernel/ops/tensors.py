@@ -25,7 +25,7 @@ def require(ok: bool, message: str) -> None:
 
 def check(op: str, name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
     """Raise ShapeError unless `x` is a contiguous CPU tensor of `dtype` and `shape` (None: any extent)."""
-    if x.dtype is not dtype or x.dim() != len(shape) or not x.is_contiguous() or x.is_cuda:
+    if x.dtype is not dtype or x.dim() != len(shape) or not x.is_contiguous() or not x.is_cpu:
         raise ShapeError(_complaint(op, name, x, dtype, shape))
     for have, want in zip(x.shape, shape, strict=True):
         if want is not None and have != want:
@@ -37,7 +37,7 @@ def check_rows(op: str, name: str, x: torch.Tensor, shape: tuple[int | None, ...
 
     Returns the elements from one row to the next.
     """
-    if x.dtype is not BF16 or x.dim() != len(shape) or x.is_cuda:
+    if x.dtype is not BF16 or x.dim() != len(shape) or not x.is_cpu:
         raise ShapeError(_complaint(op, name, x, BF16, shape))
     packed = 1
     for have, want, stride in zip(reversed(x.shape[1:]), reversed(shape[1:]), reversed(x.stride()[1:]), strict=True):
@@ -50,8 +50,8 @@ def check_rows(op: str, name: str, x: torch.Tensor, shape: tuple[int | None, ...
 
 
 def check_same(op: str, name: str, x: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise ShapeError unless `x` is contiguous and has the dtype and shape of `like`."""
-    if x.dtype is not like.dtype or x.shape != like.shape or not x.is_contiguous():
+    """Raise ShapeError unless `x` is a contiguous CPU tensor with the dtype and shape of `like`."""
+    if x.dtype is not like.dtype or x.shape != like.shape or not x.is_contiguous() or not x.is_cpu:
         raise ShapeError(_complaint(op, name, x, like.dtype, tuple(like.shape)))
 
 

@@ -47,10 +47,11 @@ def paged_attention(
     q_token, tokens, heads, dim = _queries("paged_attention", "q", q)
     sequences = _offsets("paged_attention", "cu_q", cu_q)
     check("paged_attention", "seq_lens", seq_lens, I32, (sequences,))
-    if block_table.dtype is not I32 or block_table.dim() != 2 or (block_table.stride(1) != 1 < block_table.shape[1]):
+    right = block_table.dtype is I32 and block_table.dim() == 2 and block_table.is_cpu
+    if not right or block_table.stride(1) != 1 < block_table.shape[1]:
         raise ShapeError(
-            f"paged_attention: block_table is {block_table.dtype} {list(block_table.shape)}, strides "
-            f"{list(block_table.stride())}; it must be int32 [R, blocks] with contiguous rows"
+            f"paged_attention: block_table is {block_table.dtype} {list(block_table.shape)} on {block_table.device}, "
+            f"strides {list(block_table.stride())}; it must be int32 [R, blocks] on cpu with contiguous rows"
         )
     if block_table.shape[0] < sequences:
         raise ShapeError(f"paged_attention: block_table has {block_table.shape[0]} rows for {sequences} sequences")
@@ -116,9 +117,10 @@ def _check_heads(op: str, heads: int, kv_heads: int) -> None:
 
 def _cache(name: str, cache: torch.Tensor, dim: int) -> tuple[int, int]:
     strides = cache.stride()
-    if cache.dtype is not BF16 or cache.dim() != 4 or cache.shape[3] != dim or strides[3] != 1 or strides[2] != dim:
+    right = cache.dtype is BF16 and cache.dim() == 4 and cache.is_cpu
+    if not right or cache.shape[3] != dim or strides[3] != 1 or strides[2] != dim:
         raise ShapeError(
-            f"paged_attention: {name} is {cache.dtype} {list(cache.shape)}, strides {list(strides)}; it must be "
-            f"bfloat16 [blocks, block size, kv heads, {dim}] with each token's heads contiguous"
+            f"paged_attention: {name} is {cache.dtype} {list(cache.shape)} on {cache.device}, strides {list(strides)}; "
+            f"it must be bfloat16 [blocks, block size, kv heads, {dim}] on cpu with each token's heads contiguous"
         )
     return strides[0], strides[1]

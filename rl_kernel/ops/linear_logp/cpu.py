@@ -13,8 +13,11 @@ def linear_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h[T,K] bf16, w[V,K] bf16 or packed, target[T] int64 -> (logp[T], lse[T]) fp32.
 
-    ids in [vocab, V) are padding. ShapeError for a target outside [0, vocab) or a temperature that is not positive.
+    ids in [vocab, V) are padding. ShapeError for a target outside [0, vocab), a temperature that is not positive or a
+    vocabulary that w does not hold.
     """
+    if not 0 < vocab <= w.shape[0]:
+        raise ShapeError(f"linear_logp: vocab {vocab}; w has {w.shape[0]} rows, so 1 to {w.shape[0]} would work")
     m, s, z = linear_vocab_stats(h, w, target, temperature=temperature, vocab_start=0, vocab=vocab)
     lse = merge_vocab_stats(m, s)
     return _canonical(z - lse), lse

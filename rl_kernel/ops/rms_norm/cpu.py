@@ -53,13 +53,14 @@ def rms_norm_backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, eps: f
 def _rows(op: str, name: str, x: torch.Tensor, n: int) -> tuple[int, int, int]:
     """Return (rows that follow each other, elements from one such run to the next, all rows)."""
     rows = x.numel() // n if n else 0
-    if x.dtype is BF16 and x.is_contiguous() and n:
+    right = x.dtype is BF16 and x.is_cpu and n
+    if right and x.is_contiguous():
         return max(rows, 1), 0, rows
-    if x.dim() == 3 and x.dtype is BF16 and x.stride(2) == 1 and (x.stride(1) == n or x.shape[1] == 1) and n:
+    if right and x.dim() == 3 and x.stride(2) == 1 and (x.stride(1) == n or x.shape[1] == 1):
         return x.shape[1], x.stride(0), rows
-    if x.dim() == 2 and x.dtype is BF16 and x.stride(1) == 1 and n:
+    if right and x.dim() == 2 and x.stride(1) == 1:
         return 1, x.stride(0), rows
     raise ShapeError(
-        f"{op}: {name} is {x.dtype} {list(x.shape)}, strides {list(x.stride())}; "
-        "it must be bfloat16 with contiguous rows, at most the first dimension apart"
+        f"{op}: {name} is {x.dtype} {list(x.shape)} on {x.device}, strides {list(x.stride())}; "
+        "it must be bfloat16 on cpu with contiguous rows, at most the first dimension apart"
     )
