@@ -3,7 +3,7 @@
 import numpy as np
 
 from auditor.causes.evidence import CERTAIN, STRONG, Suggestion
-from auditor.preconditions import NotComparable
+from auditor.preconditions import UNKNOWN, NotComparable
 from auditor.records import RolloutRecord, TrainerRecord
 
 _START = 2  # tokens that stand at the beginning of every sequence, or do not
@@ -31,6 +31,9 @@ _BY_FIELD = {
 def cause_of_failure(failure: NotComparable, rollout: RolloutRecord, trainer: TrainerRecord) -> Suggestion:
     """The cause that a failed precondition suggests."""
     values = f"{failure.field} is {failure.rollout} at the rollout and {failure.trainer} at the trainer"
+    silent = [side for side in ("rollout", "trainer") if getattr(failure, side) == UNKNOWN]
+    if silent:
+        return Suggestion("unreported", CERTAIN, f"{values}: {' and '.join(silent)} must report {failure.field}")
     if failure.field.startswith("mask"):
         return _mask(rollout, trainer, values)
     if failure.field == "prompt_len":

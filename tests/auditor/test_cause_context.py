@@ -200,3 +200,14 @@ def test_a_start_token_that_one_side_lacks_is_told_from_a_sequence_that_was_cut(
     failure = first_failure(rollout, other, known_contracts())
     assert failure is not None
     assert cause_of_failure(failure, rollout, other).cause == cause
+
+
+@pytest.mark.parametrize("field", ["weight_version", "weight_digest"])
+def test_what_a_side_did_not_report_is_no_cause_but_that(field: str) -> None:
+    rollout, trainer = pair()
+    silent = replace(trainer, **{field: -1 if field == "weight_version" else ""})
+    failure = first_failure(rollout, silent, known_contracts())
+    assert failure is not None
+    said = cause_of_failure(failure, rollout, silent)
+    assert (said.cause, failure.field) == ("unreported", field)
+    assert f"trainer must report {field}" in said.evidence
