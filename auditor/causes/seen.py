@@ -30,6 +30,7 @@ _CLOSEST: Final = 4
 _PROMISING: Final = 0.7  # of the difference
 _FEW_LAYERS: Final = 4
 _BLOCKS: Final = (16, 32, 64, 128, 256)
+_PADS: Final = 6  # ids that are tried as that of pads
 
 
 def attention_mask(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
@@ -102,6 +103,19 @@ def without(first: int, last: int) -> Mask:
         end = min(last, count)
         rows = [(0, end, np.arange(end)), (end, count, np.r_[0:first, end:count])]
         return [part for part in rows if part[0] < part[1]]
+
+    return parts
+
+
+def without_keys(hidden: I64) -> Mask:
+    """No row sees those keys, not even its own; a row that would see none sees itself."""
+
+    def parts(count: int) -> list[Part]:
+        rows = []
+        for i in range(count):
+            keys = np.setdiff1d(np.arange(i + 1), hidden)
+            rows.append((i, i + 1, keys if keys.size else np.array([i])))
+        return rows
 
     return parts
 
@@ -201,6 +215,9 @@ def _masks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, str, Mask]
     if first is not None:
         yield "attention_mask", f"tokens see {first} back", window(first)
         yield from _lost(oracle, first)
+    for pad in _pads(oracle, first):
+        name = f"nothing sees tokens of id {pad}, as where that is taken for a pad's"
+        yield "attention_mask", name, without_keys(np.flatnonzero(oracle.tokens == pad))
     for size in _WINDOWS:
         if size < total:
             yield "attention_mask", f"tokens see {size} back", window(size)
@@ -212,6 +229,14 @@ def _masks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, str, Mask]
         if size < total:
             name = f"each chunk of {size} tokens sees itself only"
             yield "kv_boundary", name, slices(list(range(size, total, size)))
+
+
+def _pads(oracle: Oracle, first: int | None) -> list[int]:
+    """Ids whose keys may be hidden: that of the first wrong row, or the commonest where the first value is wrong."""
+    if first is not None:
+        return [int(oracle.tokens[first])]
+    ids, times = np.unique(oracle.tokens[: oracle.prompt_len], return_counts=True)
+    return [int(pad) for pad in ids[np.argsort(-times, kind="stable")][:_PADS]]
 
 
 def _of_slices(length: int) -> Iterator[tuple[str, str, Mask]]:

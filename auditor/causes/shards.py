@@ -79,6 +79,11 @@ def _mistakes(z: F64, targets: np.ndarray) -> Iterator[tuple[str, Logprobs]]:
     for ranks, size, cuts in _cut(z.shape[1]):
         parts = np.stack([_lse(z[:, first:last]) for first, last in cuts], axis=1)
         owner = np.minimum(targets // size, len(cuts) - 1)
+        tops = np.stack([z[:, first:last].max(axis=1) for first, last in cuts], axis=1)
+        unscaled = np.log(np.exp(parts - tops).sum(axis=1))
+        for whose, top in (("its token's shard's", tops[np.arange(len(z)), owner]), ("the largest", tops.max(axis=1))):
+            name = f"{ranks} shards of {size} tokens, each below its own maximum, with {whose} maximum put back"
+            yield f"a sum over {name}", (chosen - top - unscaled).astype(np.float32)
         own = parts[np.arange(len(z)), owner]
         of = f"one of {ranks} shards of {size} tokens"
         yield f"a softmax over the token's own shard, {of}", (chosen - own).astype(np.float32)

@@ -55,6 +55,8 @@ def truncation(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     rows = np.flatnonzero(wrong)[: min(_ROWS, max(_FEW, _ALL // oracle.decoder.config.vocab))]
     if rows.size < 4 or found[rows].max() > _TOLERANCE:
         return
+    if not found[rows].any() and rows.size < rows[-1] - rows[0] + 1:
+        return  # one token kept at each says no more than that the value is 0, and values among them are right
     lifts = found[rows].astype(np.float64) - truth[rows]
     if lifts.min() > -_TOLERANCE:
         seen = _look(evidence, oracle, rows, oracle.temperature, _TOLERANCE)

@@ -11,7 +11,7 @@ from auditor.causes.inputs import cause_of_failure
 from auditor.causes.kv import stale_kv
 from auditor.causes.prompt import alone, chunk_of_the_prompt, one_more_token, other_prompt
 from auditor.causes.rope import rope
-from auditor.causes.seen import Mask, Part, attention_mask, missing, of_ranks, seeing, window
+from auditor.causes.seen import Mask, Part, attention_mask, missing, of_ranks, seeing, window, without_keys
 from auditor.causes.stepwise import row_by_row
 from auditor.causes.variants import other_model
 from auditor.compare import Logprobs
@@ -173,6 +173,15 @@ def test_a_prompt_that_two_older_versions_cached_is_named_with_both(world: World
     stale = broken(WrongKv, decoder.reference, layers=rest, first=0, last=sample.prompt)
     wrong = world.logprobs(replace(decoder, reference=stale), sample)
     certain(stale_kv, world, sample, wrong, "stale_kv", f"weight version {sample.version - 2}", "upon them")
+
+
+@pytest.mark.parametrize("part", ["prompt", "response"])
+def test_keys_that_are_hidden_by_their_id_are_told_by_it(world: World, sample: Drawn, part: str) -> None:
+    tokens = sample.tokens[1 : sample.prompt] if part == "prompt" else sample.tokens[sample.prompt + 16 :]
+    new = tokens if part == "prompt" else np.setdiff1d(tokens, sample.tokens[: sample.prompt + 16])
+    pad = max(new.tolist(), key=lambda i: (int((sample.tokens[: sample.prompt] == i).sum()), int((new == i).sum())))
+    wrong = under(world, sample, without_keys(np.flatnonzero(sample.tokens == pad)))
+    certain(attention_mask, world, sample, wrong, "attention_mask", f"nothing sees tokens of id {pad}")
 
 
 def test_wrong_values_among_right_ones_are_wrong_by_themselves(world: World, sample: Drawn) -> None:

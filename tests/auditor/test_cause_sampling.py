@@ -119,6 +119,32 @@ def test_a_part_of_the_vocabulary_that_is_not_in_the_sum_is_named(
     assert name in suggestion.evidence
 
 
+def test_zeros_among_right_values_are_no_filter(world: World, sample: Drawn) -> None:
+    wrong = world.logprobs(world.decoder(sample.version), sample)
+    wrong[wrong >= np.quantile(wrong, 0.9)] = 0.0
+    assert said(truncation, world, sample, wrong) is None
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_shards_that_were_summed_below_their_own_maxima_are_told(world: World, sample: Drawn, largest: bool) -> None:
+    z = logits_of(world, sample)[:, : world.decoder(1).config.vocab] / np.float64(sample.temperature)
+    ids, rows = sample.tokens[sample.prompt :], np.arange(len(z))
+    cuts = np.split(z, [192], axis=1)
+    tops = np.stack([cut.max(axis=1) for cut in cuts], axis=1)
+    total = np.log(sum(np.exp(cut - top[:, None]).sum(axis=1) for cut, top in zip(cuts, tops.T, strict=True)))
+    top = tops.max(axis=1) if largest else tops[rows, (ids >= 192).astype(int)]
+    wrong = (z[rows, ids] - top - total).astype(np.float32)
+    which = "the largest maximum" if largest else "its token's shard's maximum"
+    certain(
+        one_shard,
+        world,
+        sample,
+        wrong,
+        "vocabulary",
+        f"2 shards of 192 tokens, each below its own maximum, with {which}",
+    )
+
+
 def test_a_softmax_in_16_bits_is_found_step_by_step(world: World, sample: Drawn) -> None:
     z = (logits_of(world, sample)[:, :331] / np.float32(sample.temperature)).astype(np.float16)
     e = np.exp((z - z.max(axis=1, keepdims=True)).astype(np.float16))
