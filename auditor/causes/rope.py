@@ -27,6 +27,7 @@ from auditor.causes.seen import some_layers
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I64, Bits, Reference
 
+_CACHED: Final = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # tokens of a prefix, in whole blocks
 _OFFSETS: Final = (1, -1, 2, -2, 3, -3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128)
 _ROUNDING: Final = 0.1  # a median difference above which positions do more than round
 _FEW: Final = 4
@@ -263,3 +264,10 @@ def _moves(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, F64]]:
             yield f"{said} in steps of {step:g}", np.where(after >= 0, start + step * after, where)
     for offset in (-1, 2):
         yield f"all positions moved by {offset:+d}", where + offset
+    for start in _CACHED if evidence.begins is None else ():
+        if start < oracle.prompt_len:
+            after = where - start
+            said = "beginning at 0 again, as behind a cached prefix"
+            rest = (after >= 0) & (where < oracle.prompt_len)
+            yield f"positions from token {start} of the prompt to its end {said}", np.where(rest, after, where)
+            yield f"positions from token {start} on {said}", np.where(after >= 0, after, where)

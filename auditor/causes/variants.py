@@ -70,6 +70,9 @@ def _models(oracle: Oracle) -> Iterator[Model]:
             there = edit.at(*((layer, call) for layer in layers for call in (0, 1)))
             said = f"{name}, in layers {', '.join(map(str, layers))}"
             yield Model("model_config", said, edited(decoder, there))
+    if config.qk_norm:
+        name = "queries and keys that are rotated first and normalised then"
+        yield Model("model_config", name, edited(decoder, *_norms_behind_rotations()))
     for name, rounded in (("bf16", _in_bf16), ("fp16", _in_fp16)):
         cos, sin = (rounded(table[: len(oracle.tokens)]) for table in decoder.rope)
         yield Model("rope_precision", f"a rotary table in {name}", replace(decoder, rope=(cos, sin)))
@@ -179,6 +182,22 @@ def _partly_rotated(config: DecoderConfig, pairs: int) -> Callable[..., Any]:
         return np.concatenate([turned, x[:, :, 2 * pairs :]], axis=2)
 
     return rope
+
+
+def _norms_behind_rotations() -> tuple[Edit, Edit]:
+    """The heads' norms wait for the rotations, which are called in their order."""
+    waiting: list[tuple[Bits, float]] = []
+
+    def rms_norm(plain: Reference, x: Bits, w: Bits, eps: float) -> Bits:
+        if x.ndim == 2:
+            return plain.rms_norm(x, w, eps)
+        waiting.append((w, eps))
+        return x
+
+    def rope(plain: Reference, x: Bits, cos: F32, sin: F32, positions: I64) -> Bits:
+        return plain.rms_norm(plain.rope(x, cos, sin, positions), *waiting.pop(0))
+
+    return Edit("rms_norm", rms_norm), Edit("rope", rope)
 
 
 def _gelu(plain: Reference, x: Bits) -> Bits:

@@ -20,7 +20,7 @@ from auditor.faults.ops import Kv, WrongKv, broken
 from auditor.faults.suite import kv_of, rotated
 from auditor.faults.world import Drawn, World
 from auditor.preconditions import first_failure
-from rl_kernel.reference.ops import I32, Bits
+from rl_kernel.reference.ops import I32, Bits, Reference
 from tests.auditor.diagnosis import certain, evidence_of, said
 from tests.auditor.samples import pair
 
@@ -63,6 +63,29 @@ def test_positions_are_followed_row_by_row_however_they_jump(world: World, sampl
     certain(row_by_row, world, sample, wrong, "position_offset", "by +5 from token 40", "by -7 from token 61")
     still = positions(world, sample, lambda p: p - np.clip(p - 45, 0, 9))
     certain(row_by_row, world, sample, still, "position_offset", "by -1 from token 46")
+
+
+@pytest.mark.parametrize(
+    ("end", "said_of_it"), [(24, "from token 16 of the prompt to its end"), (96, "from token 16 on")]
+)
+def test_positions_that_start_over_behind_a_cached_prefix_are_told(
+    world: World, sample: Drawn, end: int, said_of_it: str
+) -> None:
+    wrong = positions(world, sample, lambda p: np.where((p >= 16) & (p < end), p - 16, p))
+    certain(rope, world, sample, wrong, "position_offset", said_of_it, "cached prefix")
+
+
+def test_norms_behind_the_rotation_are_another_model(world: World, sample: Drawn) -> None:
+    waiting: list[tuple[Bits, float]] = []
+
+    def norm(plain: Reference, x: Bits, w: Bits, eps: float) -> Bits:
+        return plain.rms_norm(x, w, eps) if x.ndim == 2 else (waiting.append((w, eps)), x)[1]
+
+    def turn(plain: Reference, x: Bits, *angles: np.ndarray) -> Bits:
+        return plain.rms_norm(plain.rope(x, *angles), *waiting.pop(0))
+
+    broken_norms = edited(world.decoder(sample.version), Edit("rms_norm", norm), Edit("rope", turn))
+    certain(other_model, world, sample, world.logprobs(broken_norms, sample), "model_config", "normalised then")
 
 
 def test_positions_that_ranks_count_by_themselves_are_context_parallel(world: World, sample: Drawn) -> None:
