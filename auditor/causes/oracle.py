@@ -19,7 +19,7 @@ from auditor.errors import RecomputeError
 from rl_kernel.contracts import model_contract
 from rl_kernel.errors import ModelError
 from rl_kernel.reference.model import Decoder
-from rl_kernel.reference.ops import Bits, Reference
+from rl_kernel.reference.ops import Bits
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -173,10 +173,6 @@ class Oracle:
         dim = self.decoder.config.head_dim
         powers = np.float64(self.decoder.config.rope_theta) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
         return np.asarray(powers)
-
-    def with_reference(self, reference: Reference) -> Decoder:
-        """The decoder on other ops."""
-        return replace(self.decoder, reference=reference)
 
     def with_segments(self, segments: int) -> Decoder:
         """The decoder with its row-parallel sums cut in another number of parts."""

@@ -105,9 +105,7 @@ def _in_chunks(size: int, prompt: int) -> Callable[[int], list[Part]]:
 def other_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """One token, or a part, that is something else; or another start."""
     wrong = _wrong(evidence, oracle)
-    if evidence.begins is not None or wrong.size < _LEAST:
-        return
-    if np.median(np.abs(evidence.delta[oracle.window][wrong])) < _BEYOND:
+    if not _may_be_the_prompt(evidence, oracle, wrong):
         return
     (first, last), alike, apart = _standing_out(evidence, oracle, wrong)
     tokens = _tokens(oracle) if last - first == 1 and alike > _PERHAPS else []
@@ -128,13 +126,17 @@ def other_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 
 def one_more_token(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Any one token in front of all."""
-    wrong = _wrong(evidence, oracle)
-    if evidence.begins is not None or wrong.size < _LEAST:
-        return
-    if np.median(np.abs(evidence.delta[oracle.window][wrong])) < _BEYOND:
+    if not _may_be_the_prompt(evidence, oracle, _wrong(evidence, oracle)):
         return
     if best := nearest(evidence, oracle, _in_front(evidence, oracle, _tokens(oracle)[_SPECIAL:])):
         yield best
+
+
+def _may_be_the_prompt(evidence: Evidence, oracle: Oracle, wrong: I64) -> bool:
+    """Whether values are wrong from the first one on, and by as much as another token makes."""
+    if evidence.begins is not None or wrong.size < _LEAST:
+        return False
+    return bool(np.median(np.abs(evidence.delta[oracle.window][wrong])) >= _BEYOND)
 
 
 def _standing_out(evidence: Evidence, oracle: Oracle, wrong: I64) -> tuple[Span, float, float]:

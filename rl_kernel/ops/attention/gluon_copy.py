@@ -2,6 +2,7 @@
 
 Programs take tiles as they are done with others, the longest first, and the copying warp tells the others by `letter`
 which tile its queries are of.
+
 Keys and values lie one after another, or in the pages of a cache, which are copied a page (or 64 keys of one) at a time
 to where a whole block would lie: in panels of 64 columns, as the matrix instruction reads them.
 """

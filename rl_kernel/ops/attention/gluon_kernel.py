@@ -227,7 +227,7 @@ def _launch(
     (tokens, heads, dim), kv_heads = q.shape, tensors[1].shape[-2]
     sequences = places[1].shape[0] - 1
     tiles = -(-tokens // 128) if sequences == 1 else tokens // 128 + sequences
-    width = 1 if sequences == 1 else width_for(sequences)  # of one nothing is looked up, which is worth 10 %
+    width = 1 if sequences == 1 else width_for(sequences)  # of one nothing is looked up
     descriptors = []
     for x, count, stride, box in zip(tensors, rows, strides, boxes, strict=True):
         layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)
