@@ -282,10 +282,12 @@ def _check_disk(config: Config, model: Path) -> None:
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     runs = _directory("run.directory", config.run.directory)
     weights = _directory("weights.directory", config.weights.directory) if config.weights.directory else runs
-    # Every version that is kept while the auditor has work left on it, and one more while the next is written.
-    versions = (max(config.weights.keep, config.weights.keep_waiting) + 1) * size
-    # Masters and two moments in fp32, of which the older goes once the newer is there.
-    checkpoints = 2 * 6 * size if config.run.checkpoint_every else 0
+    # Every version that is kept while the auditor has work left on it, and one more while the next is written; a short
+    # run has one a step, and the first.
+    versions = (min(max(config.weights.keep, config.weights.keep_waiting), config.run.steps) + 1) * size
+    # Masters and two moments in fp32, of which the older goes once the newer is there. The last step has one, too.
+    every = config.run.checkpoint_every
+    checkpoints = min(2, -(-config.run.steps // every)) * 6 * size if every else 0
     if runs.stat().st_dev == weights.stat().st_dev:
         needs = [("run.directory", runs, versions + checkpoints, "weights and checkpoints")]
     else:

@@ -230,14 +230,20 @@ def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, model, m
         preflight.check(_config(tmp_path), model)
 
 
+@pytest.mark.parametrize(
+    ("steps", "every", "versions", "checkpoints"),
+    [(9, 1, 5, 2), (9, 0, 5, 0), (1, 1, 2, 1), (1, 5, 2, 1), (2, 1, 3, 2), (6, 5, 5, 2)],
+    ids=["a-long-run", "no-checkpoints", "one-step", "the-last-step-alone", "two-steps", "one-and-the-last"],
+)
 def test_the_disk_must_hold_every_version_that_may_wait_for_the_auditor_and_two_checkpoints(
-    tmp_path, model, monkeypatch
+    tmp_path, model, monkeypatch, steps, every, versions, checkpoints
 ):
     size = (model / "model.safetensors").stat().st_size
     usage = preflight.shutil.disk_usage(tmp_path)
-    run = {"directory": str(tmp_path / "runs"), "checkpoint_every": 1}
+    run = {"directory": str(tmp_path / "runs"), "checkpoint_every": every, "steps": steps}
     config = _config(tmp_path, run=run, weights={"keep": 2, "keep_waiting": 4})
-    for free, enough in ((5 * size + 12 * size, True), (5 * size + 12 * size - 1, False)):
+    need = (versions + 6 * checkpoints) * size
+    for free, enough in ((need, True), (need - 1, False)):
         monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         if enough:
             preflight.check(config, model)
