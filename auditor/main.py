@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib import metadata
@@ -68,7 +68,7 @@ class Auditor:
         try:
             self._start(config)
         except BaseException:
-            self._parts.close()
+            self.close()
             raise
 
     def _start(self, config: Config) -> None:
@@ -92,7 +92,6 @@ class Auditor:
         )
         version = metadata.version("rl-kernel")
         self._metrics = Metrics(self._board, live, version)
-        self._start_retirement(config, clock)
         self._queue = RecomputeQueue(config.recompute_queue)
         contracts = known_contracts()
         ask = self._queue.put if config.weights_root is not None else None
@@ -107,20 +106,20 @@ class Auditor:
         self._requeue()
 
     def _start_upkeep(self, config: Config, clock: SteadyClock) -> None:
-        """What is done now and then: runs leave the exposition, samples that wait in vain are given up."""
-        count_left = self._metrics.count_left
-        leaving = Leaving(self._board, self._writer, config.shown_idle_s, config.shown_runs, count_left)
-        looks = [
-            ("the ledger's size", self._measure, 0.0),
-            ("runs that leave /metrics", leaving.look, config.shown_idle_s),
-        ]
+        """What is done now and then: runs leave the exposition, samples that wait in vain and old evidence go."""
+        leaving = Leaving(self._board, self._writer, config.shown_idle_s, config.shown_runs, self._metrics.count_left)
+        self._every(_UPKEEP_S, "the ledger's size", self._measure)
+        self._every(_often(config.shown_idle_s), "runs that leave /metrics", leaving.look)
         if config.pair_wait_s:
-            unpaired = Unpaired(self._reader, self._writer, self._pipeline, clock, config.pair_wait_s)
-            looks.append(("samples that wait for a side", unpaired.look, config.pair_wait_s))
-        for name, look, wait_s in looks:
-            period_s = min(_UPKEEP_S, max(0.1, wait_s / 10)) if wait_s else _UPKEEP_S
-            work = Periodic(name, period_s, look, lambda code: self._metrics.count_error("upkeep", code))
-            self._parts.callback(work.close)
+            unpaired = Unpaired(self._reader, self._writer, self._pipeline, clock, config.pair_wait_s, self._stopping)
+            self._every(_often(config.pair_wait_s), "samples that wait for a side", unpaired.look)
+        if config.retain_days:
+            archive = ParquetArchive(config.archive, store_access(config)) if config.archive else None
+            old = Retirement(self._reader, self._writer, config.retain_days, archive, clock, self._stopping)
+            self._every(config.retain_look_s, "evidence that is to be retired", old.look, "retention")
+
+    def _every(self, period_s: float, name: str, look: Callable[[], None], part: str = "upkeep") -> None:
+        self._parts.callback(Periodic(name, period_s, look, partial(self._metrics.count_error, part)).close)
 
     def _measure(self) -> None:
         self._ledger_bytes = self._reader.size_bytes()
@@ -168,20 +167,6 @@ class Auditor:
     def _accept(self, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         with self._metrics.receipt_seconds.time():
             return self._writer.submit(lambda unit: self._pipeline.receive(unit, batch)).result()
-
-    def _start_retirement(self, config: Config, clock: SteadyClock) -> None:
-        if config.retain_days:
-            archive = ParquetArchive(config.archive, store_access(config)) if config.archive else None
-            retirement = Retirement(
-                self._reader,
-                self._writer,
-                config.retain_days,
-                archive,
-                clock,
-                config.retain_look_s,
-                lambda code: self._metrics.count_error("retention", code),
-            )
-            self._parts.callback(retirement.close)
 
     def _start_pool(self, config: Config) -> RecomputePool | None:
         weights = weights_place(config)
@@ -312,6 +297,11 @@ def _wait_for_eof(stop: threading.Event) -> None:
     while os.read(0, 4096):
         pass
     stop.set()
+
+
+def _often(wait_s: float) -> float:
+    """Seconds between two looks for what has waited for so long; 0: for ever."""
+    return min(_UPKEEP_S, max(0.1, wait_s / 10)) if wait_s else _UPKEEP_S
 
 
 def _policy(config: Config) -> Policy:

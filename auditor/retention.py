@@ -10,7 +10,6 @@ twice, because the auditor died in between, is dropped once.
 
 import hashlib
 import io
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -19,14 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from auditor.errors import ArchiveError, AuditorError, ConfigError
+from auditor.errors import ArchiveError, ConfigError
 from auditor.object_store import AMAZON, StoreAccess, is_url, open_place
 from auditor.records import SampleKey
 from auditor.storage.ledger import Unit
 from auditor.storage.reader import Reader
 from auditor.writer import Writer
 
-log = logging.getLogger(__name__)
 _BATCH: Final = 500
 _DAY_S: Final = 86_400.0
 _LAST_SEQ: Final = 2**62
@@ -84,8 +82,13 @@ class ParquetArchive:
 
 def evidence_before(reader: Reader, before: float, limit: int = _BATCH) -> list[Evidence]:
     """What may be retired: of the records before the first one that came at `before` (Unix seconds) or later."""
-    first_young = reader.first_held_since(before)
-    return _evidence(reader, _LAST_SEQ if first_young is None else first_young, limit)
+    return _evidence(reader, _first_young(reader, before), limit)
+
+
+def _first_young(reader: Reader, before: float) -> int:
+    """The first entry of the chain that is to stay, or one beyond its end."""
+    found = reader.first_held_since(before)
+    return _LAST_SEQ if found is None else found
 
 
 def _evidence(reader: Reader, until: int, limit: int) -> list[Evidence]:
@@ -103,10 +106,9 @@ def drop(unit: Unit, evidence: Sequence[Evidence]) -> int:
 
 
 class Retirement:
-    """A thread that retires what is older than `days`, a batch at a time between the records that come in.
+    """Retires what is older than `days`, a batch at a time between the records that come in.
 
-    clock: that of the ledger, for ages are differences of its times. look_s: seconds between two looks.
-    on_error: told the code of what kept evidence from being retired.
+    clock: that of the ledger, for ages are differences of its times. stopping: set where no further batch is begun.
     """
 
     def __init__(
@@ -116,38 +118,17 @@ class Retirement:
         days: float,
         archive: Archive | None,
         clock: Callable[[], float],
-        look_s: float,
-        on_error: Callable[[str], None],
+        stopping: threading.Event,
     ) -> None:
         self._reader, self._writer, self._days, self._archive = reader, writer, days, archive
-        self._clock, self._look_s, self._on_error = clock, look_s, on_error
+        self._clock, self._stopping = clock, stopping
         newest = reader.newest()
         self._stood_still_s = 0.0 if newest is None else max(0.0, clock() - newest - _DAY_S)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="retirement")
-        self._thread.start()
 
-    def close(self) -> None:
-        """End the thread after the batch that it is at."""
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._look_s):
-            try:
-                self._look()
-            except AuditorError as error:
-                self._on_error(error.code)
-                log.warning("evidence stays where it is, to be tried again: %s", error)
-
-    def _look(self) -> None:
-        before = self._clock() - self._stood_still_s - self._days * _DAY_S
-        first_young = self._reader.first_held_since(before)
-        until = _LAST_SEQ if first_young is None else first_young
-        while not self._stop.is_set():
-            evidence = _evidence(self._reader, until, _BATCH)
-            if not evidence:
-                return
+    def look(self) -> None:
+        """Retire all that is old by now; ArchiveError or LedgerError where that cannot be done, and it stays."""
+        until = _first_young(self._reader, self._clock() - self._stood_still_s - self._days * _DAY_S)
+        while not self._stopping.is_set() and (evidence := _evidence(self._reader, until, _BATCH)):
             if self._archive is not None:
                 self._archive.write(evidence)
             self._writer.submit(partial(drop, evidence=evidence), block=True).result()

@@ -6,6 +6,7 @@ time. Time for which the auditor itself stood still counts for no sample: nobody
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -19,13 +20,22 @@ _BATCH: Final = 500
 
 
 class Unpaired:
-    """wait_s: how long a sample waits for its other side. clock: that of the ledger."""
+    """wait_s: how long a sample waits for its other side. clock: that of the ledger.
+
+    stopping: set where no further batch is begun.
+    """
 
     def __init__(
-        self, reader: Reader, writer: Writer, pipeline: Pipeline, clock: Callable[[], float], wait_s: float
+        self,
+        reader: Reader,
+        writer: Writer,
+        pipeline: Pipeline,
+        clock: Callable[[], float],
+        wait_s: float,
+        stopping: threading.Event,
     ) -> None:
         self._reader, self._writer, self._pipeline = reader, writer, pipeline
-        self._clock, self._wait_s = clock, wait_s
+        self._clock, self._wait_s, self._stopping = clock, wait_s, stopping
         self._started = clock()
         newest = reader.newest()
         self._stood_still_s = 0.0 if newest is None else max(0.0, self._started - newest)
@@ -36,7 +46,7 @@ class Unpaired:
         if before < self._started:
             before -= self._stood_still_s
         given_up = 0
-        while keys := self._reader.pending_since(before, _BATCH):
+        while not self._stopping.is_set() and (keys := self._reader.pending_since(before, _BATCH)):
             self._writer.submit(partial(self._pipeline.give_up, keys=keys), block=True).result()
             given_up += len(keys)
         if given_up:

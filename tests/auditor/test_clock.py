@@ -1,6 +1,7 @@
 """The machine's clock is set, forwards and backwards, while the auditor runs and between two runs of it."""
 
 import struct
+import threading
 import time
 from pathlib import Path
 
@@ -139,13 +140,7 @@ def test_what_is_really_old_is_retired_all_the_same(tmp_path: Path) -> None:
     now[0] = 1029.5 * DAY
     reader = Reader(lambda: open_database(path, writer=False))
     writer = Writer(ledger, lambda counts: None, lambda: None, 8)
-    retirement = Retirement(reader, writer, 20.0, None, lambda: now[0], 0.01, lambda code: None)
-    deadline = time.monotonic() + 10
-    while reader.database.all("SELECT count(*) FROM records WHERE payload IS NULL")[0][0] < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.05)
-    retirement.close()
+    Retirement(reader, writer, 20.0, None, lambda: now[0], threading.Event()).look()
     writer.close()
     held = reader.database.all("SELECT DISTINCT sample_id FROM records WHERE payload IS NOT NULL ORDER BY sample_id")
     assert held == [("last",), ("stamped-wrongly",), ("young",)]

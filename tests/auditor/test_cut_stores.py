@@ -189,7 +189,7 @@ def test_a_cut_from_the_archive_keeps_the_evidence_and_writes_each_record_away_o
             between.set("up")
             auditor.wait_for_metrics(lambda series: series.get("auditor_retired_records_total") == 40, 60)
             assert auditor.stop() == 0
-            said = "evidence stays where it is, to be tried again: archive bucket/cut-down: "
+            said = "evidence that is to be retired: cannot be done now, to be tried again: archive bucket/cut-down: "
             assert (said in auditor.log) == (state == "down")
     rows = [
         row

@@ -14,6 +14,7 @@ from auditor.contracts import known_contracts
 from auditor.errors import ArchiveError, ChainError, ConfigError, ConflictError, LedgerError, NotFoundError
 from auditor.export.board import Board
 from auditor.judge import Reference, ReferenceLogprobs, Verdict
+from auditor.periodic import Periodic
 from auditor.pipeline import Incoming, Pipeline
 from auditor.records import SampleKey, Side
 from auditor.retention import Evidence, ParquetArchive, Retirement, drop, evidence_before
@@ -312,16 +313,38 @@ def test_an_archive_that_fails_keeps_the_evidence_and_is_counted(connect: Open) 
     receive(ledger, pipeline(), 0)
     writer = Writer(ledger, lambda counts: None, lambda: None, 8)
     reader = Reader(lambda: connect(False))
-    retirement = Retirement(reader, writer, 1 / 86_400, archive, lambda: 2000.0, 0.01, codes.append)
+    retirement = Retirement(reader, writer, 1 / 86_400, archive, lambda: 2000.0, threading.Event())
+    work = Periodic("retirement", 0.01, retirement.look, codes.append)
     wait_until(lambda: len(codes) >= 2)
     assert set(codes) == {"archive_unavailable"}
     assert reader.record(SampleKey("run", 0, "0"), "rollout") is not None
     archive.full = False
     wait_until(lambda: reader.record(SampleKey("run", 0, "0"), "rollout") is None)
-    retirement.close()
+    work.close()
     writer.close()
     ledger.close()
     assert [evidence.side for evidence in archive.written] == ["rollout", "trainer"]
+
+
+def test_an_auditor_that_ends_retires_the_batch_that_it_is_at_and_no_other(
+    connect: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("auditor.retention._BATCH", 2)
+    ledger, stopping, written = Ledger(connect(True), clock=lambda: 1000.0), threading.Event(), []
+
+    class Ending:
+        def write(self, evidence: Sequence[Evidence]) -> None:
+            written.extend(evidence)
+            stopping.set()
+
+    receive(ledger, pipeline(), 0, 1, 2)
+    writer = Writer(ledger, lambda counts: None, lambda: None, 8)
+    reader = Reader(lambda: connect(False))
+    Retirement(reader, writer, 1 / 86_400, Ending(), lambda: 2000.0, stopping).look()
+    writer.close()
+    ledger.close()
+    assert len(written) == 2
+    assert len(evidence_before(reader, 1500.0, limit=9)) == 4
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

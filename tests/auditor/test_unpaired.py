@@ -1,6 +1,7 @@
 """A sample of which one side never comes is given up once; where the side comes after all, the pair is judged once."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from auditor.retention import drop, evidence_before
 from auditor.sampling import Rate
 from auditor.storage.chain import verify
 from auditor.storage.database import open_database
-from auditor.storage.ledger import Ledger
+from auditor.storage.ledger import Ledger, Unit
 from auditor.storage.reader import PENDING_SINCE, Reader
 from auditor.unpaired import Unpaired
 from auditor.writer import Writer
@@ -41,7 +42,8 @@ class World:
         self.board = Board()
         self.writer = Writer(self.ledger, self.board.commit, lambda: None, 8)
         self.flow = Pipeline(known_contracts(), Rate(0.0), self.board, None)
-        self.unpaired = Unpaired(self.reader, self.writer, self.flow, lambda: self.now, WAIT_S)
+        self.stopping = threading.Event()
+        self.unpaired = Unpaired(self.reader, self.writer, self.flow, lambda: self.now, WAIT_S, self.stopping)
 
     def report(self, *records: Record) -> list[str]:
         batch = [Incoming(record, encode(record)) for record in records]
@@ -70,6 +72,22 @@ def world(connect: Open) -> Iterator[World]:
     world = World(connect)
     yield world
     world.close()
+
+
+def test_an_auditor_that_ends_gives_up_the_batch_that_it_is_at_and_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("auditor.unpaired._BATCH", 2)
+    world.report(*(pair(f"{i}")[0] for i in range(5)))
+    give_up = world.flow.give_up
+
+    def ending(unit: Unit, keys: Sequence[SampleKey]) -> None:
+        give_up(unit, keys)
+        world.stopping.set()
+
+    monkeypatch.setattr(world.flow, "give_up", ending)
+    world.look(WAIT_S + 1)
+    assert world.counter("unpaired_samples") == {"trainer": 2}
 
 
 def test_a_sample_waits_so_long_and_no_longer(connect: Open, world: World) -> None:
