@@ -1,8 +1,10 @@
-"""The one writer: what is written in one transaction is there together, or not at all.
+"""The one writer.
 
-with ledger.transaction() as unit:
-outcome = unit.add_record(key, "rollout", payload)
-unit.judge(key, judgement, drift)
+    with ledger.transaction() as unit:
+        stored = unit.add_record(key, "rollout", payload, unit.held(key))
+        unit.judge(key, judgement, unit.judgement(key))
+
+What is written in one transaction is there together, or not at all.
 """
 
 import json
@@ -69,14 +71,14 @@ class Unit:
         self._database.many("DELETE FROM counters WHERE name = ? AND labels = ?", ended)
         self.left.update(runs)
 
-    def held(self, key: SampleKey) -> dict[Side, "Held"]:
+    def held(self, key: SampleKey) -> dict[Side, Held]:
         """What is stored of a sample, by side."""
         rows = self._database.all(
             "SELECT side, digest, payload FROM records WHERE run_id = ? AND step = ? AND sample_id = ?", key
         )
         return {side: Held(bytes(found), None if payload is None else bytes(payload)) for side, found, payload in rows}
 
-    def add_record(self, key: SampleKey, side: Side, payload: bytes, held: Mapping[Side, "Held"]) -> Stored:
+    def add_record(self, key: SampleKey, side: Side, payload: bytes, held: Mapping[Side, Held]) -> Stored:
         """Store a record. DUPLICATE where the same one is there; ConflictError where another one is.
 
         held: what is stored of the sample now.
