@@ -110,9 +110,7 @@ def _add_curve(api: APIRouter, reader: Reader) -> None:
         points: Annotated[int, Query(ge=1, le=2000)] = 400,
     ) -> views.Curve:
         """Mismatches and the largest difference over a run, neighbouring steps merged to at most `points`."""
-        return views.Curve(
-            points=[views.point_view(point) for point in read_curve(reader, run_id, first, last, points)]
-        )
+        return views.Curve(points=read_curve(reader, run_id, first, last, points))
 
 
 def _add_samples(api: APIRouter, reader: Reader) -> None:

@@ -11,7 +11,7 @@ from auditor.drift import statistics
 from auditor.judge import Faulty, Reference, Verdict
 from auditor.records import Record, RolloutRecord
 from auditor.sampling import miss_probability
-from auditor.storage import curve
+from auditor.storage.curve import CurvePoint
 from auditor.storage.rows import RunRow, SampleRow, StepRow, Totals
 
 
@@ -86,23 +86,6 @@ class Steps(BaseModel):
 
     steps: list[Step]
     next: int | None
-
-
-class CurvePoint(BaseModel):
-    """Neighbouring steps of a run as one point; see `auditor.storage.curve.CurvePoint`."""
-
-    first_step: int
-    last_step: int
-    steps: int
-    incomplete: int
-    compared_tokens: int
-    mismatched_tokens: int
-    most_mismatched: int
-    recomputed_tokens: int
-    recomputed_mismatched: int
-    samples: int
-    not_comparable: int
-    max_abs: float | None
 
 
 class Curve(BaseModel):
@@ -254,11 +237,6 @@ def run_view(row: RunRow) -> Run:
 def step_view(row: StepRow) -> Step:
     """A step as the API shows it."""
     return Step(run_id=row.run_id, step=row.step, **counts(row.totals))
-
-
-def point_view(point: curve.CurvePoint) -> CurvePoint:
-    """A point of a curve as the API shows it."""
-    return CurvePoint(**asdict(point))
 
 
 def sample_view(row: SampleRow) -> Sample:
