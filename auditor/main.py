@@ -3,13 +3,17 @@
 Exit code 0 after SIGTERM or SIGINT, 1 after a failure of its own, 2 where it cannot start, with one line that says why.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the rest is imported: there is nothing to unwind yet
+
 import argparse
 import gc
 import json
 import logging
 import os
 import resource
-import signal
 import socket
 import sys
 import threading

@@ -9,11 +9,15 @@ Exit code 0: done, and in a strict run every sample was compared without one dif
 say so. 2: something asked for cannot be right, or cannot be had. 130: interrupted.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the rest is imported: there is nothing to unwind yet
+
 import argparse
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,10 +93,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # SIGTERM unwinds like Ctrl-C, so that both leave nothing behind.
+    # SIGTERM unwinds like Ctrl-C, so that both leave nothing behind. A second one must not cut short what that takes.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

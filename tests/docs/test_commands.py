@@ -1,6 +1,7 @@
 """Commands named in any page are ones that the programs know: targets of make, modules, and every flag."""
 
 import re
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -62,3 +63,24 @@ def test_every_command_that_a_page_names_is_known(page: Path) -> None:
 )
 def test_a_command_that_nobody_knows_would_be_found(text: str, command: str) -> None:
     assert unknown(text) == [command]
+
+
+INTERRUPTED_AT = """
+import os, runpy, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Interrupt(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "pydantic":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["auditor.main", "services.main"])
+def test_a_program_that_is_interrupted_while_it_is_loaded_shows_no_traceback(module: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_AT, module, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

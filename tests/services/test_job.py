@@ -129,8 +129,11 @@ def test_an_interrupted_run_leaves_no_process_and_resumed_it_ends_with_the_bits_
     run = Started("--config", config_file, "--set", "run.steps=100")
     run.read_until("   2   ")
     left = run.descendants()
-    run.process.send_signal(signal.SIGTERM)
+    for _ in range(3):  # as an impatient supervisor does
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
     output = run.end(130)
+    assert "to go on from step" in output
     assert "everything that was started has been stopped" in output
     assert "Traceback" not in output
     _gone(left)
