@@ -4,6 +4,7 @@ A worker answers one job at a time: a header and bytes in, a header and bytes ou
 """
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,7 +43,9 @@ class ProcessWorker:
 
     def __init__(self, weights: WeightsPlace, idle: bool = False) -> None:
         command = [sys.executable, "-m", "auditor.recompute_worker", weights.to_json(), *(["idle"] if idle else [])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # As many workers as cores are wanted, and threads of NumPy's products wait in a spin, at the others' cost.
+        environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
     def wait(self, seconds: float) -> bool:
         """It is always there."""
