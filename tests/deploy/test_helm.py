@@ -181,6 +181,12 @@ def test_the_auditor_runs_as_nobody_on_a_root_that_it_cannot_write() -> None:
     }
 
 
+def test_an_auditor_whose_pod_has_no_ipv4_can_listen_on_ipv6() -> None:
+    documents = list(yaml.safe_load_all(templated("minimal", "auditor.listen=[::]").stdout))
+    config = AuditorConfig.model_validate(yaml.safe_load(one(documents, "ConfigMap")["data"]["auditor.yaml"]))
+    assert (config.grpc, config.http) == ("[::]:50051", "[::]:9464")
+
+
 def test_with_postgresql_the_password_is_in_no_configmap_and_the_ledger_in_no_claim() -> None:
     documents = rendered(HELMS[-1], "auditor-postgres")
     statefulset = one(documents, "StatefulSet")
