@@ -25,7 +25,7 @@ from deploy.grafana.render import prometheus, render_all
 from deploy.prometheus.pager import render as words
 from deploy.tour import pictures
 from deploy.tour.stack import Stack, StackError, free_ports, running, running_stack, wait_until_ok
-from tests.models import write_tiny_model
+from deploy.tour.tiny_model import write_tiny_model
 
 
 class Stages:
@@ -66,6 +66,9 @@ def main(arguments: Sequence[str]) -> int:
     except StackError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; everything that was started has been stopped", file=sys.stderr)
+        return 130
 
 
 def _tour(out: Path, steps: int, clean: int, wait: float) -> int:
