@@ -27,7 +27,7 @@ from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.weights import weight_digest
 from services.config import MIN_TEMPERATURE
-from services.engines import EngineFacts, Generated
+from services.engines import NATIVE, EngineFacts, Generated
 from services.records import Logprobs, Sampling
 from services.rollout.options import EngineOptions, check_split, check_tensors, thread_binding
 
@@ -90,7 +90,7 @@ class RolloutEngine:
         tp_size = self._options.tp_size
         return EngineFacts(
             engine_id=self._options.engine_id,
-            contract_digest=contract.digest() if contract else "native",
+            contract_digest=contract.digest() if contract else NATIVE,
             environment=read_environment(contract.profile.mma if contract else "native", arch_of(self._device)),
             tp_size=tp_size,
             vocab_size=self._config.vocab,

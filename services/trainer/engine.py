@@ -30,7 +30,7 @@ from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.weights import digest_tensors
 from services.config import Config, Numerics
-from services.engines import EngineFacts
+from services.engines import NATIVE, EngineFacts
 from services.errors import TrainingError
 from services.records import Batch, Logprobs, Sample, TrainOutcome
 from services.trainer.checkpoint import Progress, read_checkpoint, write_checkpoint
@@ -125,7 +125,7 @@ class TrainerEngine:
         ranks = range(self._tp.size + 1)
         return EngineFacts(
             engine_id=self._options.engine_id,
-            contract_digest=contract.digest() if contract else "native",
+            contract_digest=contract.digest() if contract else NATIVE,
             environment=read_environment(contract.profile.mma if contract else "native", arch_of(self._device)),
             tp_size=self._tp.size,
             vocab_size=self._decoder.vocab,

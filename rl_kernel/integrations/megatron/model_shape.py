@@ -55,7 +55,7 @@ def native_layout(decoder: DecoderConfig, *, vocab_tile: int, tp_size: int, rank
 
 
 def transformer_config(layout: Layout, *, activation_module: bool) -> TransformerConfig:
-    """Megatron's config of a bf16 decoder on CPU: no bias, no dropout, no fusion, weights left uninitialised.
+    """Megatron's config of a bf16 decoder: no bias, no dropout, no fusion, weights left uninitialised.
 
     activation_module: build the spec's activation module instead of calling a function.
     """

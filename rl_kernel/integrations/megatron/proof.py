@@ -94,8 +94,8 @@ class Passes:
             "swiglu.swiglu_backward": layers * backward,
             "residual_add.residual_add": 2 * layers * forward,
             "tree_all_reduce.tree_sum": head_norms * self.steps,
+            "linear_logp.linear_logp_backward": backward,
         }
-        expected["linear_logp.linear_logp_backward"] = backward
         if layout.tp_size == 1:
             return expected | {"linear_logp.linear_logp": forward}
         # Sums over ranks: two a layer in each direction, the embedding, dh of the output layer.

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.utils import set_weight_attrs
 
+from rl_kernel.integrations.vllm import QUANTIZATION
 from rl_kernel.integrations.vllm.runtime import StrictRuntime, current_runtime
 
 
@@ -22,7 +23,7 @@ class StrictConfig(QuantizationConfig):
 
     def get_name(self) -> str:
         """Name under which `register` made this known."""
-        return "rl_kernel_strict"
+        return QUANTIZATION
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Activations are bf16."""
