@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from auditor.drift import DriftSums, drift_sums, drift_sums_of_equal
-from rl_kernel.compare import Difference, compare_bits
+from rl_kernel.compare import Difference, compare_bits, ulp_distance
 
 Logprobs = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -81,21 +81,6 @@ def _equal(values: Logprobs) -> Comparison:
         nonfinite_trainer=nonfinite,
         drift=drift_sums_of_equal(values),
     )
-
-
-def ulp_distance(left: Logprobs, right: Logprobs) -> npt.NDArray[np.int64]:
-    """Steps between two float32 on the number line of floats, −0 and +0 being one step apart.
-
-    That one step is ours: a distance of 0 then means equal bits, as everywhere in the auditor. NaNs count as bits.
-    """
-    distance: npt.NDArray[np.int64] = np.abs(_ordered(left) - _ordered(right))
-    return distance
-
-
-def _ordered(values: Logprobs) -> npt.NDArray[np.int64]:
-    bits = values.view(np.uint32)
-    magnitude = (bits & np.uint32(0x7FFFFFFF)).astype(np.int64)
-    return np.where(bits >> np.uint32(31) != 0, -magnitude - 1, magnitude)
 
 
 def _ulp_histogram(left: Logprobs, right: Logprobs, difference: Difference) -> tuple[tuple[int, ...], int]:

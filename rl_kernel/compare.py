@@ -22,7 +22,7 @@ class Difference:
 
     first_index: flat index of the first differing value, or None.
     max_abs: largest |a-b| over values where both are finite; 0.0 where there is none.
-    max_ulp: largest distance in units of the last place over non-NaN values.
+    max_ulp: largest distance in units of the last place over non-NaN values, see `ulp_distance`.
     nan_left, nan_right: NaNs on each side.
     """
 
@@ -46,17 +46,17 @@ def compare_bits(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Difference:
         raise ShapeError(f"cannot compare {left.dtype}{list(left.shape)} with {right.dtype}{list(right.shape)}")
     a, b = np.ascontiguousarray(left).reshape(-1), np.ascontiguousarray(right).reshape(-1)
     bits = _BITS[a.dtype.itemsize]
-    a_bits, b_bits = a.view(bits), b.view(bits)
-    differs = a_bits != b_bits
+    differs = a.view(bits) != b.view(bits)
     a_value, b_value = _values(a), _values(b)
     a_nan, b_nan = np.isnan(a_value), np.isnan(b_value)
+    numbers = ~(a_nan | b_nan)
     finite = np.isfinite(a_value) & np.isfinite(b_value)
     return Difference(
         compared=a.size,
         differing=int(differs.sum()),
         first_index=int(differs.argmax()) if differs.any() else None,
         max_abs=float(np.abs(a_value[finite] - b_value[finite]).max()) if finite.any() else 0.0,
-        max_ulp=_max_ulp(a_bits, b_bits, ~(a_nan | b_nan)),
+        max_ulp=int(ulp_distance(a[numbers], b[numbers]).max(initial=0)),
         nan_left=int(a_nan.sum()),
         nan_right=int(b_nan.sum()),
     )
@@ -69,13 +69,17 @@ def _values(x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         return x.astype(np.float64)
 
 
-def _max_ulp(a: npt.NDArray[Any], b: npt.NDArray[Any], where: npt.NDArray[np.bool_]) -> int:
-    """Distance on the number line where neighbouring floats are 1 apart and −0 coincides with +0."""
-    if not where.any():
-        return 0
-    width = a.dtype.itemsize * 8
-    ordered = []
-    for bits in (a[where], b[where]):
-        magnitude = (bits & bits.dtype.type((1 << (width - 1)) - 1)).astype(np.int64)
-        ordered.append(np.where(bits >> (width - 1) != 0, -magnitude, magnitude))
-    return int(np.abs(ordered[0] - ordered[1]).max())
+def ulp_distance(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Steps between the values of two float arrays on the number line of their dtype: 0 where the bits are equal only.
+
+    So −0 and +0 are one step apart, which is ours. NaNs count as their bits say.
+    """
+    distance: npt.NDArray[np.int64] = np.abs(_ordered(left) - _ordered(right))
+    return distance
+
+
+def _ordered(x: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    bits = x.view(_BITS[x.dtype.itemsize])
+    width = x.dtype.itemsize * 8
+    magnitude = (bits & bits.dtype.type((1 << (width - 1)) - 1)).astype(np.int64)
+    return np.where(bits >> (width - 1) != 0, -magnitude - 1, magnitude)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from auditor.compare import ULP_EDGES, compare_logprobs, ulp_distance
+from auditor.compare import ULP_EDGES, compare_logprobs
 from auditor.drift import drift_sums
 from auditor.judge import Faulty, Judgement, Reference, ReferenceLogprobs, Verdict, judge_pair, judge_with_reference
 from auditor.records import Environment
-from rl_kernel.compare import compare_bits
+from rl_kernel.compare import compare_bits, ulp_distance
 from rl_kernel.contract import ModelContract, Profile
 from tests.auditor.samples import CONTRACT, CONTRACTS, one_ulp_off, pair, with_logprobs
 
