@@ -47,7 +47,7 @@ def altered_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         yield from searched(evidence, measured, sources, Layout.tensors, most=_TRIED)
         lost = Source("other_weights", "no values in {}", Changed(decoder.weights, np.zeros_like))
         effects = measured.effects([lost], parts=True)
-        yield from searched(evidence, measured, [lost], Layout.halves, effects=effects, most=_TRIED)
+        yield from searched(evidence, measured, [lost], Layout.tensors, effects=effects, most=_TRIED)
 
 
 def _misplaced(decoder: Decoder) -> Iterator[tuple[str, Mapping[str, Bits]]]:

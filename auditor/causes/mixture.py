@@ -15,6 +15,7 @@ from auditor.causes.evidence import Evidence
 from auditor.causes.oracle import F64, I64, Oracle
 from auditor.causes.parts import Choice, Layout, Part, replaced
 from auditor.causes.response import Effect, Response, response_of, rows_of, total
+from auditor.causes.runs import runs
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Bits
@@ -157,6 +158,12 @@ class Mixture:
                 if choice.parts:
                     yield self._guess(((source, effects, choice.parts),), source.cost + choice.cost, choice.said)
 
+    def of_runs(self) -> Iterator[Guess]:
+        """The likeliest runs of a file or of ranks, of every source; effects must be known row by row."""
+        for source, effects in zip(self._sources, self._effects, strict=True):
+            for choice in runs(self._measured.layout(source), effects, self._measured.delta):
+                yield self._guess(((source, effects, choice.parts),), source.cost + choice.cost, choice.said)
+
     def of_sets(self) -> list[Guess]:
         """Any tensors of any of the sources: sets that are found one tensor at a time, the best few of them kept."""
         names = list(dict.fromkeys(name for effects in self._effects for name in effects))
@@ -167,7 +174,7 @@ class Mixture:
         for at, effects in enumerate(self._effects):
             for place, name in enumerate(names):
                 if name in effects:
-                    column[at + 1, place] = effects[name].sums[:, -1]
+                    column[at + 1, place] = effects[name].whole
         states = _beam(column, self._measured.delta)
         return [self._of_state(names, state, effect) for state, effect in states if any(state)]
 

@@ -4,7 +4,7 @@ A part is a run of a tensor's rows, or of its columns where a rank holds columns
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, product
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from rl_kernel.reference.ops import Bits
 
 _BY_COLUMN: Final = ("o_proj", "down_proj")
-_RANKS: Final = (2, 4, 8)
 _TILE: Final = 64  # tokens of the vocabulary that a rank has whole
 _BLOCKS: Final = ("self_attn.", "mlp.", "norm", "proj")
 _RUNS: Final = 16  # of layers, or of the tensors in their order, that are told apart
@@ -22,9 +21,10 @@ Names = frozenset[str]
 
 
 class Part(NamedTuple):
-    """Rows (or columns, see `by_column`) first..last of a tensor."""
+    """Rows (axis 0) or columns (1) first..last of a tensor."""
 
     name: str
+    axis: int
     first: int
     last: int
 
@@ -37,9 +37,9 @@ class Choice(NamedTuple):
     cost: float
 
 
-def by_column(name: str) -> bool:
-    """Whether ranks hold columns of this matrix."""
-    return any(kind in name for kind in _BY_COLUMN)
+def by_column(name: str) -> int:
+    """The axis of this matrix of which ranks hold parts."""
+    return int(any(kind in name for kind in _BY_COLUMN))
 
 
 def kind_of(name: str) -> str:
@@ -50,11 +50,6 @@ def kind_of(name: str) -> str:
 def layer_of(name: str) -> int:
     """−1 outside of the layers."""
     return int(name.split(".")[2]) if name.startswith("model.layers.") else -1
-
-
-def edges_of(name: str, width: int) -> list[int]:
-    """Where ranks' parts of a matrix may begin and end."""
-    return sorted({end for ranks in _RANKS for rank in range(ranks) for end in span(name, width, rank, ranks)})
 
 
 def span(name: str, width: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -68,10 +63,10 @@ def span(name: str, width: int, rank: int, ranks: int) -> tuple[int, int]:
 def replaced(now: Mapping[str, Bits], other: Mapping[str, Bits], parts: Sequence[Part]) -> dict[str, Bits]:
     """Weights of which some parts are those of another set."""
     mixed = dict(now)
-    for name, first, last in parts:
-        where = np.s_[:, first:last] if by_column(name) else np.s_[first:last]
+    for name, axis, first, last in parts:
+        where = np.s_[:, first:last] if axis else np.s_[first:last]
         if mixed[name] is now[name]:
-            if last - first == now[name].shape[by_column(name)]:
+            if last - first == now[name].shape[axis]:
                 mixed[name] = other[name]
                 continue
             mixed[name] = now[name].copy()
@@ -80,16 +75,25 @@ def replaced(now: Mapping[str, Bits], other: Mapping[str, Bits], parts: Sequence
 
 
 class Layout:
-    """The tensors that two sets of weights do not share, in the order of the file."""
+    """The tensors that two sets of weights do not share, in the order of the file. shapes: of each."""
 
     def __init__(self, weights: Mapping[str, Bits], names: Sequence[str]) -> None:
-        self._widths = {name: weights[name].shape[by_column(name)] for name in names}
-        self._matrices = frozenset(name for name in names if weights[name].ndim == 2)
         self.names = tuple(names)
+        self.shapes = {name: weights[name].shape for name in names}
 
     def whole(self, names: Names) -> tuple[Part, ...]:
         """Whole tensors."""
-        return tuple(Part(name, 0, self._widths[name]) for name in self.names if name in names)
+        return tuple(Part(name, 0, 0, self.shapes[name][0]) for name in self.names if name in names)
+
+    def rest(self, among: Sequence[str], parts: Sequence[Part]) -> tuple[Part, ...]:
+        """What some parts, one of a tensor at most, leave of some tensors."""
+        taken = {part.name: part for part in parts}
+        left: list[Part] = []
+        for name in among:
+            axis, first, last = taken[name][1:] if name in taken else (0, 0, 0)
+            ends = ((0, first), (last, self.shapes[name][axis]))
+            left += (Part(name, axis, a, b) for a, b in ends if a < b)
+        return tuple(left)
 
     def large(self) -> Iterator[tuple[str, Names]]:
         """What is likely to be touched as a whole: all, a block, a kind, layers, a block of a layer."""
@@ -128,38 +132,15 @@ class Layout:
         for said, names in self.large():
             yield Choice(said, self.whole(names), 1.0)
             yield Choice(f"all but {said}", self.whole(every - names), 2.0)
-        yield from self._runs()
+        yield from self._ends()
         for name in self.names[:_MOST]:
             yield Choice(name, self.whole(frozenset([name])), 3.0)
             yield Choice(f"all but {name}", self.whole(every - {name}), 4.0)
-        yield from self._ranks()
 
-    def halves(self) -> Iterator[Choice]:
-        """Whole tensors, and ranks' parts of them, the larger ones first."""
-        yield from self.tensors()
-        yield from self._ranks()
-
-    def _runs(self) -> Iterator[Choice]:
+    def _ends(self) -> Iterator[Choice]:
         """The first or the last tensors of a transfer, in the order of the file or of their names."""
         for order in dict.fromkeys((self.names, tuple(sorted(self.names)))):
             step = max(1, -(-len(order) // _MOST))
             for cut in range(step, len(order), step):
                 yield Choice(f"the tensors up to {order[cut - 1]}", self.whole(frozenset(order[:cut])), 2.0)
                 yield Choice(f"the tensors from {order[cut]} on", self.whole(frozenset(order[cut:])), 2.0)
-
-    def _ranks(self) -> Iterator[Choice]:
-        """One rank's part of all matrices, or of some; with norms, which every rank has whole, or without."""
-        blocks = [(said, names & self._matrices, 1.5 + 2.0 * (said != "all tensors")) for said, names in self.large()]
-        single = [(name, frozenset([name]), 4.0) for name in self.names[:_MOST] if name in self._matrices]
-        for ranks, (said, names, cost) in product(_RANKS, (*blocks, *single)):
-            for rank in range(ranks):
-                parts = tuple(part for name in self.names if name in names and (part := self._slice(name, rank, ranks)))
-                where = "" if said == "all tensors" else f" in {said}"
-                yield Choice(f"the part of rank {rank} of {ranks}{where}", parts, cost + ranks / 8)
-                if len(names) == len(self._matrices):
-                    norms = self.whole(frozenset(self.names) - names)
-                    yield Choice(f"the part of rank {rank} of {ranks}, and norms", (*parts, *norms), cost + 2.0)
-
-    def _slice(self, name: str, rank: int, ranks: int) -> Part | None:
-        first, last = span(name, self._widths[name], rank, ranks)
-        return Part(name, first, last) if first < last else None

@@ -9,14 +9,13 @@ B rows that are asked for, N and K of a matrix [N,K], S other sets of weights.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from auditor.causes.backward import Backward, Signal
 from auditor.causes.oracle import F32, F64, I64, Oracle
-from auditor.causes.parts import Part, by_column, edges_of
+from auditor.causes.parts import Part
 from rl_kernel.reference.ops import Bits, widen
 
 _DEAREST: Final = 4e10  # floating point operations
@@ -28,18 +27,25 @@ _ROUNDED: Final = 0.3 * 2.0**-7
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Of one tensor's change. edges: rows (or columns) [P+1]; sums: float64 [B,P+1], of all up to each edge."""
+    """Of one tensor's change. rows, columns: float64 [B,N+1] and [B,K+1], of all before each; [B,2] if cut nowhere."""
 
-    edges: I64
-    sums: F64
+    rows: F64
+    columns: F64
 
-    def part(self, first: int, last: int) -> F64:
-        """Of rows (or columns) first..last, both of them edges; [B]."""
-        if first == 0 and last == self.edges[-1]:
-            whole: F64 = self.sums[:, -1]
-            return whole
-        low, high = np.searchsorted(self.edges, (first, last))
-        difference: F64 = self.sums[:, high] - self.sums[:, low]
+    @property
+    def whole(self) -> F64:
+        """Of all of it, [B]."""
+        result: F64 = self.rows[:, -1]
+        return result
+
+    def parts(self, axis: int) -> F64:
+        """Of all rows, or columns, before each one."""
+        return self.columns if axis else self.rows
+
+    def part(self, axis: int, first: int, last: int) -> F64:
+        """Of rows, or columns, first..last; [B]."""
+        sums = self.parts(axis)
+        difference: F64 = sums[:, min(last, sums.shape[1] - 1)] - sums[:, first]
         return difference
 
 
@@ -53,6 +59,8 @@ class Response:
         backward = Backward(oracle, at)
         self._slopes: dict[str, F32] = {}
         self._spread = np.zeros((len(at), len(at)))
+        # Of what each layer's attention gives, [B,T,H·D], the last layer's first.
+        self.of_attention: list[F32] = []
         for signal in backward.signals():
             self._take(signal, backward)
 
@@ -65,11 +73,16 @@ class Response:
         return 4.0 * size * count * rows < _DEAREST and 4.0 * held * rows < _MOST_BYTES
 
     @cached_property
-    def _root(self) -> F64:
-        """Of what rounding alone may make, L of L·Lᵀ, [B,B]."""
+    def spread(self) -> F64:
+        """Of what rounding alone may make: how the rows' differences go together, [B,B]."""
         spread = self._spread * _ROUNDED**2
         floor = 1e-6 * float(np.trace(spread)) / len(spread)
-        root: F64 = np.linalg.cholesky(spread + floor * np.eye(len(spread))).astype(np.float64)
+        regular: F64 = spread + floor * np.eye(len(spread))
+        return regular
+
+    @cached_property
+    def _root(self) -> F64:
+        root: F64 = np.linalg.cholesky(self.spread).astype(np.float64)
         return root
 
     def in_roundings(self, values: F64) -> F64:
@@ -80,7 +93,7 @@ class Response:
     def effects(self, others: Sequence[Mapping[str, Bits]], parts: bool) -> list[dict[str, Effect]]:
         """Of every tensor that is not the same in another set of weights, for each of those sets; in roundings.
 
-        parts: of ranks' parts of it, too.
+        parts: row by row and column by column, too.
         """
         found: list[dict[str, Effect]] = [{} for _ in others]
         for name, slope in self._slopes.items():
@@ -89,23 +102,27 @@ class Response:
             if not changed:
                 continue
             change = np.stack([widen(others[at][name]) - widen(own) for at in changed], axis=-1)
-            for at, effect in zip(changed, self._of_tensor(name, slope, change, parts), strict=True):
+            for at, effect in zip(changed, self._of_tensor(slope, change, parts), strict=True):
                 found[at][name] = effect
         return found
 
-    def _of_tensor(self, name: str, slope: F32, change: F32, parts: bool) -> list[Effect]:
+    def _of_tensor(self, slope: F32, change: F32, parts: bool) -> list[Effect]:
         """slope[B,N,K] or [B,N]; change[N,K,S] or [N,S]."""
-        if slope.ndim == 3 and by_column(name):
-            slope, change = slope.transpose(0, 2, 1), change.transpose(1, 0, 2)
-        cut = parts and slope.ndim == 3
-        edges = np.array(edges_of(name, len(change)) if cut else [0, len(change)])
-        sums = np.zeros((change.shape[-1], len(edges), len(slope)))
-        for at, (first, last) in enumerate(pairwise(edges)):
-            part = slope[:, first:last].reshape(len(slope), -1) @ change[first:last].reshape(-1, change.shape[-1])
-            sums[:, at + 1] = part.T
-        sums = sums.cumsum(axis=1)
-        flat = self.in_roundings(sums.reshape(-1, len(slope)).T)
-        return [Effect(edges, one) for one in flat.reshape(len(slope), *sums.shape[:2]).transpose(1, 0, 2)]
+        flat = slope.reshape(len(slope), -1) @ change.reshape(-1, change.shape[-1])
+        if not parts:
+            return [Effect(*[self._summed(one[:, None])] * 2) for one in flat.T]
+        if slope.ndim == 2:
+            return [
+                Effect(self._summed(slope * c), self._summed((slope * c).sum(axis=1, keepdims=True))) for c in change.T
+            ]
+        each = np.moveaxis(change, -1, 0)
+        rows = [np.matmul(slope.transpose(1, 0, 2), c[:, :, None])[:, :, 0].T for c in each]
+        columns = [np.matmul(slope.transpose(2, 0, 1), c.T[:, :, None])[:, :, 0].T for c in each]
+        return [Effect(self._summed(r), self._summed(c)) for r, c in zip(rows, columns, strict=True)]
+
+    def _summed(self, each: F32) -> F64:
+        """[B,N] in roundings, all before each and all, [B,N+1]."""
+        return np.pad(self.in_roundings(each.astype(np.float64)), ((0, 0), (1, 0))).cumsum(axis=1)
 
     def _take(self, signal: Signal, backward: Backward) -> None:
         """A tensor's slope, and what the rounding of an op's result may do."""
@@ -113,6 +130,8 @@ class Response:
         if not name:
             assert given is not None
             self._rounded(of_output, given)
+            if signal.attention:
+                self.of_attention.append(of_output)
             return
         if given is None and "embed" not in name:
             slope = of_output
@@ -161,5 +180,5 @@ def total(effects: Mapping[str, Effect], parts: Sequence[Part], rows: int) -> F6
     result = np.zeros(rows)
     for part in parts:
         if part.name in effects:
-            result += effects[part.name].part(part.first, part.last)
+            result += effects[part.name].part(*part[1:])
     return result

@@ -72,10 +72,13 @@ def searched(
 ) -> Iterator[Suggestion]:
     """What has the side's bits among parts of other weights; or what points where they are.
 
-    more: other guesses. most: how many are tried, where the first order does not tell.
+    more: other guesses. effects: of the sources where they are known row by row, so that runs of rows are looked for,
+    too. most: how many are tried, where the first order does not tell.
     """
+    in_runs = effects is not None
     effects = measured.effects(sources) if effects is None else effects
-    guesses = [*Mixture(measured, sources, effects).of_choices(choices_of), *more]
+    mixture = Mixture(measured, sources, effects)
+    guesses = [*mixture.of_choices(choices_of), *(mixture.of_runs() if in_runs else ()), *more]
     exact = measured.first_exact(guesses, most or _worth(measured, guesses))
     if exact is None and measured.response is not None and most is None:
         best: dict[Source, float] = {}

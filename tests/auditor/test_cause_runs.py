@@ -1,0 +1,103 @@
+"""Runs of rows and columns of other weights: what a rank held, what a bucket carried, what all others did."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from auditor.causes.evidence import CERTAIN, Suggestion
+from auditor.causes.parts import Layout, span
+from auditor.causes.runs import runs
+from auditor.causes.weights import mixed_weights
+from auditor.faults.world import Drawn, World
+from rl_kernel.reference.ops import Bits
+from tests.auditor.diagnosis import said
+
+Old = Callable[[str, Bits, Bits], Bits]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(None, seed=23)
+
+
+@pytest.fixture(scope="module")
+def sample(world: World) -> Drawn:
+    return world.draw(1, 24, 72)[0]
+
+
+def rows_of_ranks(ranks: int, first: int, last: int) -> Old:
+    """Every tensor is cut along its rows, as by FSDP, norms and down projections, too."""
+
+    def old(name: str, now: Bits, before: Bits) -> Bits:
+        size = -(-len(now) // ranks)
+        mixed = now.copy()
+        mixed[first * size : last * size] = before[first * size : last * size]
+        return mixed
+
+    return old
+
+
+def columns_of_a_rank(name: str, now: Bits, before: Bits) -> Bits:
+    if "mlp." not in name:
+        return now
+    mixed, size = now.copy(), -(-now.shape[1] // 5)
+    mixed[:, 3 * size : 4 * size] = before[:, 3 * size : 4 * size]
+    return mixed
+
+
+def all_but_one_rank(name: str, now: Bits, before: Bits) -> Bits:
+    return rows_of_ranks(6, 4, 5)(name, before, now)
+
+
+def a_bucket(name: str, now: Bits, before: Bits) -> Bits:
+    """From somewhere in one matrix to somewhere in another."""
+    if "layers.0.mlp.up_proj" in name:
+        return np.concatenate([now[:75], before[75:]])
+    if "layers.0.mlp.down_proj" in name:
+        return before
+    return np.concatenate([before[:51], now[51:]]) if "layers.1.self_attn.q_proj" in name else now
+
+
+def of_old(world: World, sample: Drawn, old: Old) -> Suggestion | None:
+    weights, older = (world.decoder(sample.version - back).weights for back in (0, 1))
+    mixed = world.with_weights({n: old(n, w, older[n]) for n, w in weights.items()})
+    return said(mixed_weights, world, sample, world.logprobs(mixed, sample))
+
+
+@pytest.mark.parametrize(
+    ("old", "words"),
+    [
+        (rows_of_ranks(3, 1, 2), "the part of rank 1 of 3, by rows"),
+        (columns_of_a_rank, "the part of rank 3 of 5, by columns in mlp tensors"),
+        (all_but_one_rank, "all but the part of rank 4 of 6, by rows"),
+    ],
+)
+def test_the_run_of_rows_or_columns_that_is_old_is_found_to_the_bit(
+    world: World, sample: Drawn, old: Old, words: str
+) -> None:
+    suggestion = of_old(world, sample, old)
+    assert suggestion is not None
+    assert (suggestion.cause, suggestion.score) == ("stale_weights", CERTAIN), suggestion
+    assert words in suggestion.evidence
+
+
+def test_a_bucket_that_begins_and_ends_inside_of_matrices_is_seen_to_be_old(world: World, sample: Drawn) -> None:
+    suggestion = of_old(world, sample, a_bucket)
+    assert suggestion is not None
+    assert suggestion.cause == "stale_weights"
+    assert suggestion.score > 0.5
+    assert "of model.layers.0.mlp.up_proj.weight to" in suggestion.evidence
+
+
+def test_ranks_share_whole_tiles_of_the_vocabulary_and_are_tried_where_no_effect_is_known(world: World) -> None:
+    weights = world.decoder(1).weights
+    layout = Layout(weights, list(weights))
+    tried = list(runs(layout, {}, np.zeros(16)))
+    for ranks in (2, 4, 8):
+        held = [c for c in tried if c.said in {f"the part of rank {r} of {ranks} in all tensors" for r in range(ranks)}]
+        assert len(held) == ranks
+        parts = [part for choice in held for part in choice.parts if part.name == "lm_head.weight"]
+        assert all(part.first % 64 == 0 for part in parts)
+        assert parts[-1].last == 331
+    assert span("lm_head.weight", 331, 0, 2) == (0, 192)
