@@ -19,11 +19,13 @@ class Signal:
     tensor: the matrix or norm that computes it, "" where none does (it is rounded all the same). of_output: for each
     row [B,T,N], or [B,N] where each row has a token of its own, or where the tokens are summed up (a norm's weights).
     given: what a matrix is applied to, [T,K] or [B,K]; for a thing that no tensor computes, its values [T,N] or [B,N].
+    attention: whether it is what a layer's attention gives.
     """
 
     tensor: str
     of_output: F32
     given: F32 | None
+    attention: bool = False
 
 
 class Backward:
@@ -120,7 +122,7 @@ class Backward:
         seen, prefix = self._seen[layer], f"model.layers.{layer}."
         yield Signal(f"{prefix}self_attn.o_proj.weight", grad, seen["out"])
         of_out = grad @ self._layer(layer, "self_attn.o_proj")
-        yield Signal("", of_out, seen["out"])
+        yield Signal("", of_out, seen["out"], attention=True)
         total = np.zeros_like(grad)
         weight = self._layer(layer, "input_layernorm")
         normed = seen["unit1"] * weight
