@@ -108,21 +108,18 @@ class Response:
 
     def _of_tensor(self, slope: F32, change: F32, parts: bool) -> list[Effect]:
         """slope[B,N,K] or [B,N]; change[N,K,S] or [N,S]."""
-        flat = slope.reshape(len(slope), -1) @ change.reshape(-1, change.shape[-1])
         if not parts:
-            return [Effect(*[self._summed(one[:, None])] * 2) for one in flat.T]
+            flat = slope.reshape(len(slope), -1) @ change.reshape(-1, change.shape[-1])
+            return [Effect(one, one) for one in map(_summed, self.in_roundings(flat.astype(np.float64)).T[:, :, None])]
         if slope.ndim == 2:
-            return [
-                Effect(self._summed(slope * c), self._summed((slope * c).sum(axis=1, keepdims=True))) for c in change.T
+            each = [(slope * c, (slope * c).sum(axis=1, keepdims=True)) for c in change.T]
+        else:
+            rows, columns = slope.transpose(1, 0, 2), slope.transpose(2, 0, 1)
+            each = [
+                (np.matmul(rows, c[:, :, None])[:, :, 0].T, np.matmul(columns, c.T[:, :, None])[:, :, 0].T)
+                for c in np.moveaxis(change, -1, 0)
             ]
-        each = np.moveaxis(change, -1, 0)
-        rows = [np.matmul(slope.transpose(1, 0, 2), c[:, :, None])[:, :, 0].T for c in each]
-        columns = [np.matmul(slope.transpose(2, 0, 1), c.T[:, :, None])[:, :, 0].T for c in each]
-        return [Effect(self._summed(r), self._summed(c)) for r, c in zip(rows, columns, strict=True)]
-
-    def _summed(self, each: F32) -> F64:
-        """[B,N] in roundings, all before each and all, [B,N+1]."""
-        return np.pad(self.in_roundings(each.astype(np.float64)), ((0, 0), (1, 0))).cumsum(axis=1)
+        return [Effect(*(_summed(self.in_roundings(one.astype(np.float64))) for one in both)) for both in each]
 
     def _take(self, signal: Signal, backward: Backward) -> None:
         """A tensor's slope, and what the rounding of an op's result may do."""
@@ -154,6 +151,11 @@ class Response:
         else:
             flat = each.reshape(len(each), -1)
             self._spread += flat @ flat.T
+
+
+def _summed(each: F64) -> F64:
+    """[B,N], all before each and all, [B,N+1]."""
+    return np.pad(each, ((0, 0), (1, 0))).cumsum(axis=1)
 
 
 def rows_of(oracle: Oracle, rows: I64) -> I64:
