@@ -380,13 +380,10 @@ class AuditClient:
 
 def _batch_in(claimed: Claimed) -> pb.SubmitRequest | None:
     """The batch of a file, None where it is not what was stored: one that was cut short may parse as a smaller one."""
-    if not claimed.whole:
-        return None
     try:
-        request = pb.SubmitRequest.FromString(claimed.payload)
+        return pb.SubmitRequest.FromString(claimed.payload) if claimed.whole else None
     except DecodeError:
         return None
-    return request if len(request.batch.records) == claimed.records else None
 
 
 def _pause(call: Any) -> float:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 _SUFFIX = ".batch"
-# time, process, number, records, and the start of the sha256; earlier clients wrote none.
-_NAME = re.compile(r"\d+-\d+-\d+-(\d+)(?:-([0-9a-f]{16}))?\.batch")
+# time, process, number, records, and the start of the sha256
+_NAME = re.compile(r"\d+-\d+-\d+-(\d+)-([0-9a-f]{16})\.batch")
 _DRAFT = re.compile(rf"\.{_NAME.pattern}\.part")
 _DRAFT_OLD_S = 60.0
 
@@ -131,7 +131,8 @@ def _mark(payload: bytes) -> str:
 
 def _is_whole(path: Path, payload: bytes) -> bool:
     match = _NAME.fullmatch(path.name)
-    return match is not None and match[2] in (None, _mark(payload))
+    assert match, path
+    return match[2] == _mark(payload)
 
 
 def _is_abandoned(draft: Path) -> bool:

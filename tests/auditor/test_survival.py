@@ -131,8 +131,7 @@ def test_a_full_disk_under_the_spool_is_counted_and_said(tmp_path: Path, monkeyp
 
 
 def test_a_spooled_file_that_is_no_batch_is_set_aside(tmp_path: Path) -> None:
-    (tmp_path / "spool").mkdir()
-    (tmp_path / "spool" / "00000000000000000001-1-0-7.batch").write_bytes(b"\xff" * 50)
+    assert Spool(tmp_path / "spool", 1 << 20).put(b"\xff" * 50, 7)
     with (
         running_auditor(tmp_path / "a") as auditor,
         AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "spool") as client,
