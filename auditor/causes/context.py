@@ -99,7 +99,8 @@ def _in_part(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
         kinds.append(("attention_mask", "in which nothing after them sees", lambda a, b: _unseen(oracle, a, b)))
     for cause, name, predict in kinds:
         if span := _best_span(evidence, oracle, predict, first or oracle.prompt_len - 1):
-            yield cause, f"a sequence {name} its tokens {span[0]} to {span[1] - 1}{since}", predict(*span)
+            what = "truncation" if first and not span[0] and cause == "other_context" else cause
+            yield what, f"a sequence {name} its tokens {span[0]} to {span[1] - 1}{since}", predict(*span)
 
 
 def _best_span(evidence: Evidence, oracle: Oracle, predict: Span, last: int) -> tuple[int, int] | None:
@@ -121,8 +122,8 @@ def _best_span(evidence: Evidence, oracle: Oracle, predict: Span, last: int) -> 
 
     edges = np.unique(np.round(np.linspace(0, last, _BLOCKS + 1)).astype(int)).tolist()
     ends = [(0, 1), (0, 2), (last - 1, last), (last - 2, last)]
-    if evidence.begins is not None:  # what was taken out mostly stood right in front
-        ends += [(edge, last) for edge in edges[1:-1]]
+    if evidence.begins is not None:  # what was taken out mostly stood right in front, or in front of all
+        ends += [span for edge in edges[1:-1] for span in ((edge, last), (0, edge))]
     span, *others = sorted((*pairwise(edges), *ends), key=error)[:_STARTS]
     before = float(np.abs(truth[usable].astype(np.float64) - found[usable]).mean())
     if error(span) > _PROMISING * before:

@@ -115,29 +115,29 @@ def lost_blocks(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 def _wrong_blocks(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
     for first, last in _blocks(evidence, oracle):
         for name, source in _sources(first, last):
-            edit = Edit("attention", _replaced(first, last, source))
-            yield Model.of(
-                oracle.decoder, "kv_boundary", f"keys and values of tokens {first} to {last - 1} {name}", edit
-            )
+            edit = Edit("attention", _replaced(first, source))
+            said = f"keys and values of tokens {first} to {first + len(source) - 1} {name}"
+            yield Model.of(oracle.decoder, "kv_boundary", said, edit)
 
 
-def _sources(first: int, last: int) -> Iterator[tuple[str, int | None]]:
-    """What stands in a block's place, and where that begins; None is nothing."""
-    yield "set to zero", None
+def _sources(first: int, last: int) -> Iterator[tuple[str, I64]]:
+    """What stands in a block's place, and the slots of it that do; -1 is nothing."""
+    here, size = np.arange(first, last), last - first
+    yield "set to zero", np.full(size, -1)
     if first:
-        yield "that are those of the block before", first - (last - first)
-    yield "that are those of the block after", last
+        yield "that are those of the block before", here - size
+    yield "that are those of the block after", here + size
     for by in (-1, 1):
-        yield f"that are those {abs(by)} token {'before' if by < 0 else 'after'}", first + by
+        yield f"that are those {abs(by)} token {'before' if by < 0 else 'after'}", np.maximum(here + by, 0)
+    yield "that are in each other's place, half by half", np.append(here + size, here)
 
 
-def _replaced(first: int, last: int, source: int | None) -> Callable[..., Any]:
+def _replaced(first: int, source: I64) -> Callable[..., Any]:
     def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
-        end = min(last, len(k))
-        taken = None if source is None else np.clip(np.arange(source, source + end - first), 0, len(k) - 1)
+        taken = np.minimum(source[: len(k) - first], len(k) - 1)
         new_k, new_v = k.copy(), v.copy()
         for new, cache in ((new_k, k), (new_v, v)):
-            new[first:end] = 0 if taken is None else cache[taken]
+            new[first : first + len(taken)] = np.where(taken[:, None, None] < 0, 0, cache[taken])
         return plain.attention(q, new_k, new_v, cu_q, cu_k)
 
     return attention
@@ -152,7 +152,7 @@ def _blocks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[int, int]]:
                 if start >= 0:
                     yield start, start + size
         return
-    for size in _SIZES[:1] if oracle.prompt_len >= _SIZES[0] else _SIZES[3:]:
+    for size in _SIZES[:1] if oracle.prompt_len >= 4 * _SIZES[0] else (*_SIZES[:1], *_SIZES[3:]):
         for start in range(0, min(oracle.prompt_len, _MOST_BLOCKS * size), size):
             yield start, start + size
 

@@ -49,6 +49,25 @@ def alone(first: int, last: int) -> Callable[[int], list[Part]]:
     return parts
 
 
+def behind_a_prefix(first: int, last: int) -> Iterator[tuple[str, Callable[[int], list[Part]]]]:
+    """What rows first..last see where a mask is made as if nothing was cached in front of them; rows by themselves."""
+
+    def of(keys: Callable[[int], I64]) -> Callable[[int], list[Part]]:
+        def parts(count: int) -> list[Part]:
+            end = min(last, count)
+            rows = [(0, first, np.arange(first)), *((i, i + 1, keys(i)) for i in range(first, end))]
+            return rows + ([(end, count, np.arange(count))] if end < count else [])
+
+        return parts
+
+    yield (
+        "each see as many tokens fewer, as under a mask laid from its top left",
+        of(lambda i: np.arange(i + 1 - first)),
+    )
+    yield "see what is in front of them all and themselves", of(lambda i: np.r_[0:first, i])
+    yield "see all of each other", of(lambda i: np.arange(last))
+
+
 def chunk_of_the_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """A part of the prompt that was computed by itself, or every chunk of it."""
     if evidence.begins is None and (best := nearest(evidence, oracle, _chunks(evidence, oracle))):
@@ -77,11 +96,22 @@ def _chunks(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
         name = f"an attention in which tokens {span[0]} to {span[1] - 1} see themselves only"
         if error(span) < _PROMISING * before:
             yield "kv_boundary", name, oracle.logprobs(_alone(oracle, span))
+    yield from _behind_prefixes(oracle, cuts, rows[:_EXACT], found[:_EXACT])
     for size in range(2, min(_SIZES, prompt - 1) + 1):
         decoder = edited(oracle.decoder, Edit("attention", seeing(_in_chunks(size, prompt))))
         if (oracle.logprobs_of_rows(decoder, rows[:_EXACT]) == found[:_EXACT]).all():
             name = f"an attention in which each chunk of {size} tokens of the prompt sees itself only"
             yield "kv_boundary", name, oracle.logprobs(decoder)
+
+
+def _behind_prefixes(oracle: Oracle, cuts: set[int], rows: I64, found: F64) -> Iterator[Candidate]:
+    """Tokens of the prompt behind a cached prefix, whose mask does not know of it."""
+    for first in sorted(cuts - {oracle.prompt_len}):
+        for said, mask in behind_a_prefix(first, oracle.prompt_len):
+            decoder = edited(oracle.decoder, Edit("attention", seeing(mask)))
+            if (oracle.logprobs_of_rows(decoder, rows) == found).all():
+                name = f"an attention in which tokens {first} to {oracle.prompt_len - 1} {said}"
+                yield "attention_mask", name, oracle.logprobs(decoder)
 
 
 def _beside(span: Span, step: int) -> Iterator[Span]:

@@ -15,15 +15,15 @@ def other_experts(evidence: Evidence) -> Iterator[Suggestion]:
     moved = (np.sort(ours, axis=1) != np.sort(theirs, axis=1)).any(axis=1)
     rows = evidence.positions - 1  # the row that computes a token's value is the one before it
     routed, differs = moved[rows], evidence.differs
-    if not routed.any() or not differs.any():
+    if not moved.any() or not differs.any():
         return
     covered = float(routed[differs].mean())
-    first = int(np.flatnonzero(differs)[0])
-    since = bool(moved[: int(rows[first]) + 1].any())
-    if covered >= 0.5 or since:
+    first = int(rows[np.flatnonzero(differs)[0]])
+    if covered >= 0.5 or moved[: first + 1].any():
         yield Suggestion(
             "routing",
             0.5 + 0.45 * covered,
             f"{int(routed.sum())} of {routed.size} response tokens went to other experts; {covered:.0%} of the"
-            f" {int(differs.sum())} differing tokens are among them",
+            f" {int(differs.sum())} differing tokens are among them; of those in front of the first,"
+            f" {int(moved[: first + 1].sum())} went elsewhere",
         )

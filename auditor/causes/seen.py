@@ -248,7 +248,7 @@ def _of_slices(length: int) -> Iterator[tuple[str, str, Mask]]:
         if parts % 2 == 0 and parts > 2:
             name = f"each of {parts // 2} ranks sees its own two of {parts} slices only"
             yield "context_parallel", name, of_ranks([0, *edges, length])
-        if parts in (4, 8, 3):
+        if parts > 2:
             for back in range(1, parts - 1):
                 name = f"slices of {parts} do not see the one {back} before"
                 yield "context_parallel", name, missing([0, *edges, length], back)

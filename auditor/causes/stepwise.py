@@ -6,7 +6,7 @@ little, so everything that may have happened to it is tried; what fits is kept, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -211,11 +211,15 @@ def _named_mask(rows: list[Row], first: int, total: int) -> tuple[str, str]:
         if b > a
     )
     edges = [*starts, *(edge for hidden, _ in runs for edge in hidden)]
-    if _at_slices(total, edges) and (begun > 0 or len(runs) > 1 or first % _SMALLEST):
+    moving = len(runs) > 2 and all(
+        after[0] - before[0] == size for (before, size), (after, _) in pairwise(runs) if before[1] and after[1]
+    )
+    if moving or (_at_slices(total, edges) and (begun > 0 or len(runs) > 1 or first % _SMALLEST)):
         cause = "context_parallel"
     else:
         # Keys right in front that are gone are a chunk's or a block's; others were hidden on purpose.
-        cause = "kv_boundary" if ended == first else "attention_mask"
+        blocks = begun == 0 or not (begun % _SMALLEST or ended % _SMALLEST)
+        cause = "kv_boundary" if ended == first and blocks else "attention_mask"
     return cause, f"an attention in which tokens {said}"
 
 

@@ -32,6 +32,7 @@ from auditor.causes.softmax import tokens_forbidden, touched_tokens
 from auditor.causes.steps import sampler_defaults, two_steps
 from auditor.causes.stepwise import row_by_row
 from auditor.causes.temperature import temperature
+from auditor.causes.tenants import other_tenants
 from auditor.causes.transform import unrelated_values, value_transform
 from auditor.causes.truncation import truncation
 from auditor.causes.variants import other_model
@@ -88,6 +89,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     rope,
     sampler_defaults,
     mixed_weights,
+    other_tenants,
     rounded_weights,
     low_precision,
     low_precision_output,

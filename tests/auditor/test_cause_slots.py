@@ -1,0 +1,120 @@
+"""Slots of the cache: what stands in which of them, for which rows, in which heads."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from auditor.causes.context import part_of_the_prompt
+from auditor.causes.edits import Edit, edited
+from auditor.causes.kv import lost_blocks
+from auditor.causes.prompt import chunk_of_the_prompt
+from auditor.causes.routing import other_experts
+from auditor.causes.seen import Part, missing, seeing, without
+from auditor.causes.stepwise import row_by_row
+from auditor.causes.tenants import other_tenants
+from auditor.compare import Logprobs
+from auditor.faults.suite import kv_of
+from auditor.faults.world import Drawn, World
+from rl_kernel.reference.ops import I32, Bits, Reference
+from tests.auditor.diagnosis import certain, evidence_of
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(None, seed=7)
+
+
+@pytest.fixture(scope="module")
+def sample(world: World) -> Drawn:
+    (drawn,) = world.draw(1, 24, 72)
+    return drawn
+
+
+def under(world: World, s: Drawn, change: Callable[..., Any], *layers: int) -> Logprobs:
+    edit = Edit("attention", change)
+    return world.logprobs(edited(world.decoder(s.version), edit.at(*((at, 0) for at in layers)) if layers else edit), s)
+
+
+def test_old_keys_of_one_rank_are_told_from_the_others(world: World, sample: Drawn) -> None:
+    old, layer = kv_of(world, world.decoder(sample.version - 2), sample.tokens), iter((0, 1))
+
+    def second_head(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        k, v = k.copy(), v.copy()
+        for own, foreign in zip((k, v), old[next(layer)], strict=True):
+            own[3:16, 1:] = foreign[3:16, 1:]
+        return plain.attention(q, k, v, cu_q, cu_k)
+
+    wrong = under(world, sample, second_head)
+    version = f"of weight version {sample.version - 2}"
+    certain(other_tenants, world, sample, wrong, "stale_kv", "tokens 3 to 15 on rank 1 of 2", version)
+
+
+def test_a_slot_that_only_decoding_reads_wrong_is_found(world: World, sample: Drawn) -> None:
+    def late(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        own = plain.attention(q, k, v, cu_q, cu_k)
+        k, v = k.copy(), v.copy()
+        k[23], v[23] = 0, 0
+        lost = plain.attention(q, k, v, cu_q, cu_k)
+        both: Any = zip(own, lost, strict=True)
+        return tuple(np.concatenate([a[:24], b[24:]]) for a, b in both)
+
+    wrong = under(world, sample, late)
+    certain(other_tenants, world, sample, wrong, "kv_boundary", "token 23 set to zero", "rows from 24 on")
+
+
+def test_keys_that_one_layer_does_not_see_are_told(world: World, sample: Drawn) -> None:
+    wrong = under(world, sample, seeing(without(5, 11)), 1)
+    certain(other_tenants, world, sample, wrong, "attention_mask", "nothing sees", "tokens 5 to 10 in layer 1")
+
+
+def test_blocks_in_each_others_place_are_told(world: World, sample: Drawn) -> None:
+    order = np.r_[8:16, 0:8, 16:96]
+
+    def read(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        there = order[: len(k)]
+        return plain.attention(q, k[there], v[there], cu_q, cu_k)
+
+    wrong = under(world, sample, read)
+    certain(lost_blocks, world, sample, wrong, "kv_boundary", "tokens 0 to 15", "in each other's place")
+
+
+def test_a_mask_that_does_not_know_of_the_cached_prefix_is_told(world: World, sample: Drawn) -> None:
+    def from_the_left(count: int) -> list[Part]:
+        rows = [(0, 16, np.arange(16)), *((i, i + 1, np.arange(i - 15)) for i in range(16, min(24, count)))]
+        return rows + ([(24, count, np.arange(count))] if count > 24 else [])
+
+    wrong = under(world, sample, seeing(from_the_left))
+    certain(chunk_of_the_prompt, world, sample, wrong, "attention_mask", "tokens 16 to 23", "top left")
+
+
+def test_keys_of_no_whole_block_were_hidden_on_purpose(world: World, sample: Drawn) -> None:
+    wrong = under(world, sample, seeing(without(44, 57)))
+    certain(row_by_row, world, sample, wrong, "attention_mask", "do not see tokens 44 to 56")
+    wrong = under(world, sample, seeing(without(40, 56)))
+    certain(row_by_row, world, sample, wrong, "kv_boundary", "do not see tokens 40 to 55")
+
+
+def test_a_step_of_a_ring_of_six_is_missed(world: World, sample: Drawn) -> None:
+    wrong = under(world, sample, seeing(missing([0, 16, 32, 48, 64, 80, 96], 2)))
+    certain(row_by_row, world, sample, wrong, "context_parallel", "do not see tokens 0 to 15")
+
+
+def test_a_context_that_drops_its_front_is_cut_from_there_on(world: World, sample: Drawn) -> None:
+    values, decoder = world.logprobs(world.decoder(sample.version), sample).copy(), world.decoder(sample.version)
+    cut = replace(sample, tokens=sample.tokens[32:], prompt=80 - 32)
+    values[80 - 24 :] = world.logprobs(decoder, cut)
+    certain(part_of_the_prompt, world, sample, values, "truncation", "without its tokens 0 to 31, from token 79 on")
+
+
+def test_other_experts_in_the_prompt_alone_are_routing(world: World, sample: Drawn) -> None:
+    evidence = evidence_of(world, sample, world.logprobs(world.decoder(1), sample))
+    usual = np.tile(np.array([0, 1], np.uint16), (len(sample.tokens), 1))
+    moved = usual.copy()
+    moved[:16, 1] = 2
+    records = replace(evidence.rollout, routed_experts=usual), replace(evidence.trainer, routed_experts=moved)
+    (said,) = other_experts(replace(evidence, rollout=records[0], trainer=records[1]))
+    assert said.cause == "routing"
+    assert "16 went elsewhere" in said.evidence
