@@ -50,3 +50,16 @@ def test_the_tour_ends_with_a_page_pictures_and_the_cause(tmp_path: Path) -> Non
     rang = re.search(r"([\d.]+) s  from there until the pager rang", done.stdout)
     assert rang is not None
     assert float(rang[1]) < 15
+
+
+def test_an_interrupted_tour_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deploy.tour import main
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "_tour", interrupted)
+    assert main.main(["--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "interrupted; everything that was started has been stopped\n"

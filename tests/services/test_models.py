@@ -73,3 +73,13 @@ def test_a_cache_that_cannot_be_made_is_named_by_its_key():
 def test_a_model_path_that_no_file_can_have_is_named_by_its_key():
     with pytest.raises(ModelUnavailable, match=r"model\.path = 'xxx.*' cannot be looked into: File name too long"):
         ensure_model("x" * 999, say=lambda _: None)
+
+
+def test_the_command_is_interrupted_in_one_line(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "ensure_model", interrupted)
+    monkeypatch.setattr("sys.argv", ["services.models"])
+    assert models.main() == 130
+    assert capsys.readouterr().err == "interrupted\n"
