@@ -5,7 +5,8 @@
     - {name: cluster-a, sha256: 5e88…, runs: ["cluster-a.*"]}
     - {name: nightly, token: s3cret, runs: [nightly-1, nightly-2]}
 
-A pattern's `*` stands for any characters. `sha256` is that of the token, so that the file itself opens nothing.
+Patterns are a shell's: `*` for any characters, `?` for one, `[ab]` for one of these. `sha256` is that of the token, so
+that the file itself opens nothing.
 """
 
 import hashlib

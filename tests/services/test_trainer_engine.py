@@ -14,7 +14,6 @@ from rl_kernel.integrations.megatron.parallel import leave_tensor_parallel
 from rl_kernel.ops.rope import cpu as rope
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.weights import weight_digest
-from services import engines
 from services.config import build_config
 from services.errors import CheckpointError, TrainingError
 from services.trainer.checkpoint import Progress
@@ -173,15 +172,9 @@ def test_native_trains_too_and_has_other_bits(engine, folder, tmp_path):
 
 
 def test_facts_state_contract_vocabulary_and_shards(engine):
-    facts: engines.EngineFacts = engine.facts()
+    facts = engine.facts()
     assert facts.contract_digest == model_contract(segments=2).digest()
     assert (facts.vocab_size, facts.padded_vocab_size, facts.vocab_shards) == (331, 384, (0, 384))
-
-
-def test_the_engine_is_what_the_loop_asks_for(engine):
-    fulfilled: engines.TrainerEngine = engine
-    for name in ("facts", "load", "train", "export", "save_checkpoint", "load_checkpoint"):
-        assert callable(getattr(fulfilled, name))
 
 
 def test_options_come_from_the_config():
