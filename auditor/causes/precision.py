@@ -12,6 +12,7 @@ from auditor.causes.edits import Edit
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import Oracle
 from auditor.causes.search import Model, nearest_model
+from auditor.causes.slots import asked
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I32, Bits, Reference, narrow, widen
 
@@ -53,7 +54,7 @@ _WHOLE: Final = ("a head", "a channel", "a tensor")  # scales that all tokens sh
 _COARSE: Final = (7.0, 15.0)  # limits of what only weights and caches are held in
 _WITH_ZERO: Final = (255.0, 15.0)
 # Over which axes of keys [T,G,D], and of activations or weights [rows,K], a scale is shared; or how many of a row do.
-_OF_KEYS: Final[tuple[tuple[str, Any], ...]] = (
+OF_KEYS: Final[tuple[tuple[str, Any], ...]] = (
     ("a token and head", (2,)), ("a token", (1, 2)), ("a head", (0, 2)), ("a channel", (0,)), ("a tensor", (0, 1, 2)),
     ("a block of 16 tokens and head", 16),
 )  # fmt: skip
@@ -125,22 +126,28 @@ def low_precision(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Keys and values, products, or weights alone in fewer bits; a rotary table in 16."""
     if evidence.begins is not None:
         return  # nothing is held in fewer bits from some token on
-    if best := nearest_model(evidence, oracle, _models(oracle.decoder)):
+    of_caches = _caches(oracle.decoder) if asked(evidence, oracle)[1] is None else ()
+    if best := nearest_model(evidence, oracle, (*of_caches, *_models(oracle.decoder))):
         yield best
 
 
-def _models(decoder: Decoder) -> Iterator[Model]:
+def _caches(decoder: Decoder) -> Iterator[Model]:
+    """What `stored` finds where a model is too large for that."""
     for name, cast in CASTS:
         edit = Edit("attention", coarse_keys(cast, True, True))
         yield Model.of(decoder, "kv_precision", f"keys and values {name}", edit)
     for format_, to, limit in FORMATS:
-        for over, axes in _OF_KEYS:
+        for over, axes in OF_KEYS:
             rounded = coarse(to, limit, axes)
             for what, keys, values in (("keys and values", True, True), ("keys", True, False), ("values", False, True)):
                 edit = Edit("attention", coarse_keys(rounded, keys, values))
                 name = f"{what} in {format_} with a scale {over}"
                 whole = over in _WHOLE
                 yield Model.of(decoder, "kv_precision", name, edit, f"{what} {limit}", whole=whole)
+
+
+def _models(decoder: Decoder) -> Iterator[Model]:
+    for format_, to, limit in FORMATS:
         alike = Edit("attention", _coarse_attention(coarse(to, limit, (2,))))
         yield Model.of(decoder, "activation_precision", f"queries, keys and values in {format_}", alike)
     if sum(weight.nbytes for weight in decoder.weights.values()) <= _LARGEST:

@@ -6,15 +6,16 @@ its result moves along. Slots of a span add up, so that every span is told from 
 B rows that are asked for, T tokens, L layers, H query heads, G key heads, D head dimension, K and R edges.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from auditor.causes.edits import Edit, edited
+from auditor.causes.evidence import Evidence
 from auditor.causes.oracle import F32, F64, I64, Oracle
-from auditor.causes.response import Response
+from auditor.causes.response import Response, response_of, rows_of
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import I32, Bits, Reference, widen
 
@@ -23,19 +24,25 @@ Kv = tuple[Bits, Bits]
 _ANY_STRENGTH: Final = (0.5, 2.0)  # of what the first order says, where a change is large
 _EXACTLY: Final = 1e-3  # of a rounding, squared: a difference below which is none
 _UNTOLD: Final = 0.3  # of a difference: what the first order does not tell
-_ENOUGH: Final = 48  # rows
+_ROWS: Final = 72  # wrong rows that are asked for
+_ENOUGH: Final = 48  # of them, where many things are told apart
 _EACH: Final = 2  # spans that are kept of one kind
 KINDS: Final = ("keys and values", "keys", "values")
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """What may stand in slots. name: with `{}` for the tokens; layers: None where the slots are not seen at all."""
+    """What may stand in slots. name: with `{}` for the tokens.
+
+    of: layer and its own keys and values → what stands there; None where the slots are not seen at all.
+    whole: whether the first slots are others for the last ones.
+    """
 
     cause: str
     name: str
-    layers: Sequence[Kv] | None
+    of: Callable[[int, Bits, Bits], Kv] | None
     cost: float = 0.0
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +116,10 @@ class Slots:
         """[kinds,B,G,R,K]: of each run of slots upon each run of readers."""
         q, k, v, p, signal, lean = self._layers[at]
         group = len(q) // len(k)
-        if tenant.layers is None:
+        if tenant.of is None:
             found = [-p / np.maximum(1 - p, np.float32(1e-6)) * lean]
         else:
-            other_k, other_v = (widen(a[: k.shape[1]]).transpose(1, 0, 2) for a in tenant.layers[at])
+            other_k, other_v = (widen(a[: k.shape[1]]).transpose(1, 0, 2) for a in tenant.of(at, *self.kept[at][1:]))
             nearer = q @ np.repeat(other_k - k, group, axis=0).transpose(0, 2, 1) / np.float32(np.sqrt(q.shape[2]))
             grown = p * np.exp(np.clip(nearer, -30, 30))
             now = grown / (1 - p + grown)
@@ -142,6 +149,13 @@ class Slots:
                 unlikely = span_cost + 0.5 * rows * np.log(max(left[first, last], 0.0) + _EXACTLY * rows)
                 span = int(self._edges[first]), int(self._edges[last])
                 yield Place(tenant, *span, int(self._readers[reader]), kind, heads, where, float(unlikely))
+
+
+def asked(evidence: Evidence, oracle: Oracle) -> tuple[I64, Response | None]:
+    """The first wrong rows of the window, and the model run back for them; None where they are few or it is large."""
+    wrong = evidence.differs[oracle.window] & np.isfinite(evidence.found[oracle.window])
+    rows = rows_of(oracle, np.flatnonzero(wrong)[:_ROWS])
+    return rows, response_of(oracle, rows)
 
 
 def whitening(response: Response, delta: F64, rows: I64) -> F64:
@@ -195,21 +209,21 @@ def in_place(decoder: Decoder, place: Place) -> Decoder:
 
 def _attention(place: Place, layer: int) -> Any:
     """Attention of one layer; what rows in front or other heads give stays."""
-    layers = place.tenant.layers
+    of = place.tenant.of
 
     def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
         count = len(q)
         own = plain.attention(q, k, v, cu_q, cu_k)
-        since = max(place.since, place.last if layers is None else 0)
+        since = max(place.since, place.last if of is None else 0)
         if since >= count:
             return own
-        if layers is None:
+        if of is None:
             keys = np.r_[0 : place.first, place.last : count]
             ends = np.array([0, count - since], np.int32), np.array([0, len(keys)], np.int32)
             other = plain.attention(q[since:].copy(), k[keys], v[keys], *ends)
         else:
             caches, where = (k.copy(), v.copy()), slice(place.first, min(place.last, count))
-            for cache, foreign in list(zip(caches, layers[layer], strict=True))[slice(*_SLICES[place.kind])]:
+            for cache, foreign in list(zip(caches, of(layer, k, v), strict=True))[slice(*_SLICES[place.kind])]:
                 cache[where] = foreign[where]
             other = plain.attention(q, *caches, cu_q, cu_k)
         mine = np.repeat(place.heads[layer], q.shape[1] // k.shape[1])

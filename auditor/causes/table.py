@@ -31,6 +31,7 @@ from auditor.causes.shards import one_shard
 from auditor.causes.softmax import tokens_forbidden, touched_tokens
 from auditor.causes.steps import sampler_defaults, two_steps
 from auditor.causes.stepwise import row_by_row
+from auditor.causes.stored import stored_in_fewer_bits
 from auditor.causes.temperature import temperature
 from auditor.causes.tenants import other_tenants
 from auditor.causes.transform import unrelated_values, value_transform
@@ -91,6 +92,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     mixed_weights,
     other_tenants,
     rounded_weights,
+    stored_in_fewer_bits,
     low_precision,
     low_precision_output,
     lost_blocks,

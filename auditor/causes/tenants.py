@@ -1,17 +1,17 @@
 """Slots of the cache that hold, or show, something else: whose, and which slots, for which rows, in which heads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle, VersionUnavailable
-from auditor.causes.response import response_of, rows_of
 from auditor.causes.search import nearest
-from auditor.causes.slots import Kv, Place, Slots, Tenant, cached, in_place
+from auditor.causes.slots import Kv, Place, Slots, Tenant, asked, cached, in_place
+from rl_kernel.reference.ops import Bits
 
-_ROWS: Final = 72
 _FEW: Final = 2  # rows whose bits tell
 _EDGES: Final = 32
 _TRIED: Final = 24
@@ -24,14 +24,12 @@ _SHIFTS: Final = (1, -1, 16, -16, 8, -8, 32, -32, 4, -4)
 def other_tenants(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Keys and values of a span of tokens that are an older version's, another slot's, nothing's, or not seen."""
     window = oracle.window
-    wrong = np.flatnonzero(evidence.differs[window] & np.isfinite(evidence.found[window]))[:_ROWS]
-    rows = rows_of(oracle, wrong)
-    response = response_of(oracle, rows)
-    if response is None or not response.of_attention:
+    rows, response = asked(evidence, oracle)
+    if response is None:
         return
     found, truth = (values[window][rows] for values in (evidence.found, evidence.truth))
     slots = Slots(oracle, response, found.astype(np.float64) - truth, *_edges(evidence, oracle))
-    places = [place for tenant in _tenants(evidence, oracle, slots) for place in slots.places(tenant)]
+    places = [place for tenant in _tenants(evidence, oracle) for place in slots.places(tenant)]
     places.sort(key=lambda place: place.unlikely)
     likely = [place for place in places[:_TRIED] if slots.nothing - place.unlikely > _GAINED]
     exact = [place for place in likely if _is_exact(evidence, oracle, place, rows)][:1]
@@ -42,9 +40,7 @@ def other_tenants(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 
 
 def _said(place: Place) -> str:
-    return (
-        f"an attention with {place.name}" if place.tenant.layers is not None else f"an attention in which {place.name}"
-    )
+    return f"an attention with {place.name}" if place.tenant.of is not None else f"an attention in which {place.name}"
 
 
 def _is_exact(evidence: Evidence, oracle: Oracle, place: Place, rows: I64) -> bool:
@@ -64,8 +60,7 @@ def _edges(evidence: Evidence, oracle: Oracle) -> tuple[I64, I64]:
     return np.array(sorted(mark for mark in marks if mark <= last)), np.array(sorted(readers))
 
 
-def _tenants(evidence: Evidence, oracle: Oracle, slots: Slots) -> Iterator[Tenant]:
-    own: list[Kv] = [(k, v) for _, k, v in slots.kept]
+def _tenants(evidence: Evidence, oracle: Oracle) -> Iterator[Tenant]:
     stated = evidence.record.weight_version
     older = sorted((version for version in oracle.versions if version < stated), reverse=True)
     for version in dict.fromkeys([*older[:_VERSIONS], *older[-1:]]):
@@ -73,12 +68,18 @@ def _tenants(evidence: Evidence, oracle: Oracle, slots: Slots) -> Iterator[Tenan
             layers = [(k, v) for _, k, v in cached(oracle, oracle.version(version))]
         except VersionUnavailable:
             continue
-        yield Tenant("stale_kv", f"{{}} of weight version {version}", layers)
-    yield Tenant("attention_mask", "nothing sees {}", None, 0.0)
-    yield Tenant("kv_boundary", "{} set to zero", [(0 * k, 0 * v) for k, v in own])
-    count = len(own[0][0])
-    at = np.arange(count)
+        yield Tenant("stale_kv", f"{{}} of weight version {version}", partial(_of_layers, layers))
+    yield Tenant("attention_mask", "nothing sees {}", None)
+    yield Tenant("kv_boundary", "{} set to zero", lambda layer, k, v: (0 * k, 0 * v))
     for by in _SHIFTS:
-        order = np.clip(at + by, 0, count - 1)
         which = f"{abs(by)} slot{'s' if abs(by) > 1 else ''} {'behind' if by > 0 else 'before'}"
-        yield Tenant("kv_boundary", f"{{}} that are those {which}", [(k[order], v[order]) for k, v in own], 1.0)
+        yield Tenant("kv_boundary", f"{{}} that are those {which}", partial(_shifted, by), 1.0)
+
+
+def _of_layers(layers: Sequence[Kv], layer: int, k: Bits, v: Bits) -> Kv:
+    return layers[layer]
+
+
+def _shifted(by: int, layer: int, k: Bits, v: Bits) -> Kv:
+    order = np.clip(np.arange(len(k)) + by, 0, len(k) - 1)
+    return k[order], v[order]

@@ -14,12 +14,16 @@ from auditor.causes.prompt import chunk_of_the_prompt
 from auditor.causes.routing import other_experts
 from auditor.causes.seen import Part, missing, seeing, without
 from auditor.causes.stepwise import row_by_row
+from auditor.causes.stored import stored_in_fewer_bits
 from auditor.causes.tenants import other_tenants
 from auditor.compare import Logprobs
+from auditor.faults.blind_third_ops import Native
+from auditor.faults.ops import broken
+from auditor.faults.reported import to_e4m3
 from auditor.faults.suite import kv_of
-from auditor.faults.world import Drawn, World
+from auditor.faults.world import Drawn, World, from_bf16, to_bf16
 from rl_kernel.reference.ops import I32, Bits, Reference
-from tests.auditor.diagnosis import certain, evidence_of
+from tests.auditor.diagnosis import certain, evidence_of, said
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,44 @@ def test_other_experts_in_the_prompt_alone_are_routing(world: World, sample: Dra
     moved = usual.copy()
     moved[:16, 1] = 2
     records = replace(evidence.rollout, routed_experts=usual), replace(evidence.trainer, routed_experts=moved)
-    (said,) = other_experts(replace(evidence, rollout=records[0], trainer=records[1]))
-    assert said.cause == "routing"
-    assert "16 went elsewhere" in said.evidence
+    (suggestion,) = other_experts(replace(evidence, rollout=records[0], trainer=records[1]))
+    assert suggestion.cause == "routing"
+    assert "16 went elsewhere" in suggestion.evidence
+
+
+def held(rounded: Callable[[np.ndarray], np.ndarray], since: int = 0, keys_only: bool = False) -> Callable[..., Any]:
+    def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        own = plain.attention(q, k, v, cu_q, cu_k)
+        k, v = to_bf16(rounded(from_bf16(k))), v if keys_only else to_bf16(rounded(from_bf16(v)))
+        both: Any = zip(own, plain.attention(q, k, v, cu_q, cu_k), strict=True)
+        return tuple(np.concatenate([a[:since], b[since:]]) for a, b in both)
+
+    return attention
+
+
+def clipped(x: np.ndarray) -> np.ndarray:
+    scale = np.float32(np.quantile(np.abs(x), 0.98) / 448)
+    return (to_e4m3(x / scale) * scale).astype(np.float32)
+
+
+def test_caches_in_fewer_bits_are_told_with_their_scale_layer_and_readers(world: World, sample: Drawn) -> None:
+    wrong = under(world, sample, held(clipped))
+    certain(stored_in_fewer_bits, world, sample, wrong, "kv_precision", "a tensor that clips the largest 2 %")
+    wrong = under(world, sample, held(lambda x: to_e4m3(x / 16) * 16, keys_only=True), 0)
+    certain(stored_in_fewer_bits, world, sample, wrong, "kv_precision", "keys of", "in layer 0 in FP8", "a scale of 16")
+    wrong = under(world, sample, held(to_e4m3, since=sample.prompt))
+    certain(stored_in_fewer_bits, world, sample, wrong, "kv_precision", "without a scale, as rows from 24 on")
+
+
+def test_a_scale_that_nobody_guesses_is_told_by_where_it_points(world: World, sample: Drawn) -> None:
+    wrong = under(world, sample, held(lambda x: to_e4m3(np.clip(x, -2.6, 2.6) * 172) / 172))
+    suggestion = said(stored_in_fewer_bits, world, sample, wrong)
+    assert suggestion is not None
+    assert (suggestion.cause, suggestion.score > 0.45) == ("kv_precision", True)
+
+
+def test_an_engine_s_own_arithmetic_is_no_cache_in_fewer_bits(world: World, sample: Drawn) -> None:
+    decoder = world.decoder(sample.version)
+    native = world.logprobs(replace(decoder, reference=broken(Native, decoder.reference)), sample)
+    for search in (stored_in_fewer_bits, other_tenants):
+        assert said(search, world, sample, native) is None
