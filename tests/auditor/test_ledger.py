@@ -2,24 +2,21 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 import psycopg
 import pytest
 
 from auditor.codec import encode
 from auditor.contracts import known_contracts
-from auditor.errors import ArchiveError, ChainError, ConfigError, ConflictError, LedgerError, NotFoundError
+from auditor.errors import ChainError, ConfigError, ConflictError, LedgerError, NotFoundError
 from auditor.export.board import Board
 from auditor.judge import Reference, ReferenceLogprobs, Verdict
-from auditor.periodic import Periodic
 from auditor.pipeline import Incoming, Pipeline
 from auditor.records import SampleKey, Side
-from auditor.retention import Evidence, ParquetArchive, Retirement, drop, evidence_before
 from auditor.sampling import Rate
-from auditor.storage.chain import digest, verify
+from auditor.storage.chain import verify
 from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger, Stored, Unit
 from auditor.storage.reader import Reader
@@ -48,6 +45,13 @@ def receive(ledger: Ledger, flow: Pipeline, *samples: int) -> list[str]:
     for call in unit.after_commit:
         call()
     return outcomes
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_record_is_stored_once_and_a_different_one_is_a_conflict(connect: Open) -> None:
@@ -260,98 +264,6 @@ def test_an_acknowledged_commit_is_flushed_whatever_the_server_says(postgres: Po
     assert database.all("SHOW synchronous_commit") == [("on",)]
     assert database.all("SHOW tcp_keepalives_idle") == [("10",)]
     database.close()
-
-
-def test_evidence_is_retired_by_age_written_away_and_still_in_the_chain(connect: Open, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    now = [1000.0]
-    ledger = Ledger(connect(True), clock=lambda: now[0])
-    queue: list[SampleKey] = []
-    receive(ledger, pipeline(), 0, 1)
-    receive(ledger, pipeline(queue=queue), 2)
-    rollout, _ = pair("lonely")
-    with ledger.transaction() as unit:
-        pipeline().receive(unit, [Incoming(rollout, encode(rollout))])
-    now[0] = 2000.0
-    receive(ledger, pipeline(), 3)
-    before, archive = verify(connect(False)), ParquetArchive(str(tmp_path / "archive"))
-    reader = Reader(lambda: connect(False))
-    old = evidence_before(reader, 1500.0)
-    archive.write(old)
-    with ledger.transaction() as unit:
-        assert drop(unit, old) == 4, "not what is young, queued or without its other side"
-    assert evidence_before(reader, 1500.0) == []
-    assert reader.record(SampleKey("run", 0, "0"), "rollout") is None
-    assert reader.sample(SampleKey("run", 0, "0")).judgement.verdict is Verdict.MATCH
-    for kept in ("2", "3", "lonely"):
-        assert reader.record(SampleKey("run", 0, kept), "rollout") is not None
-    after = verify(connect(False))
-    assert (after.entries, after.head) == (before.entries, before.head)
-    assert after.payloads == before.payloads - 4
-    (file,) = (tmp_path / "archive").iterdir()
-    rows = parquet.read_table(file).to_pylist()
-    assert {row["sample_id"] for row in rows} == {"0", "1"}
-    assert all(digest(row["payload"]) == row["digest"] for row in rows)
-    # The same record again is still known as the same, and another one as another.
-    assert receive(ledger, pipeline(), 0) == ["duplicate"] * 2
-    ledger.close()
-
-
-def test_an_archive_that_fails_keeps_the_evidence_and_is_counted(connect: Open) -> None:
-    """Until it works again: then the same evidence is written away and dropped."""
-
-    class Full:
-        full = True
-        written: ClassVar[list[Evidence]] = []
-
-        def write(self, evidence: Sequence[Evidence]) -> None:
-            if self.full:
-                raise ArchiveError("archive: No space left on device")
-            self.written += evidence
-
-    ledger, archive, codes = Ledger(connect(True), clock=lambda: 1000.0), Full(), []
-    receive(ledger, pipeline(), 0)
-    writer = Writer(ledger, lambda counts: None, lambda: None, 8)
-    reader = Reader(lambda: connect(False))
-    retirement = Retirement(reader, writer, 1 / 86_400, archive, lambda: 2000.0, threading.Event())
-    work = Periodic("retirement", 0.01, retirement.look, codes.append)
-    wait_until(lambda: len(codes) >= 2)
-    assert set(codes) == {"archive_unavailable"}
-    assert reader.record(SampleKey("run", 0, "0"), "rollout") is not None
-    archive.full = False
-    wait_until(lambda: reader.record(SampleKey("run", 0, "0"), "rollout") is None)
-    work.close()
-    writer.close()
-    ledger.close()
-    assert [evidence.side for evidence in archive.written] == ["rollout", "trainer"]
-
-
-def test_an_auditor_that_ends_retires_the_batch_that_it_is_at_and_no_other(
-    connect: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("auditor.retention._BATCH", 2)
-    ledger, stopping, written = Ledger(connect(True), clock=lambda: 1000.0), threading.Event(), []
-
-    class Ending:
-        def write(self, evidence: Sequence[Evidence]) -> None:
-            written.extend(evidence)
-            stopping.set()
-
-    receive(ledger, pipeline(), 0, 1, 2)
-    writer = Writer(ledger, lambda counts: None, lambda: None, 8)
-    reader = Reader(lambda: connect(False))
-    Retirement(reader, writer, 1 / 86_400, Ending(), lambda: 2000.0, stopping).look()
-    writer.close()
-    ledger.close()
-    assert len(written) == 2
-    assert len(evidence_before(reader, 1500.0, limit=9)) == 4
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_ledger_that_fails_in_the_middle_of_a_group_stores_none_of_it_by_halves(tmp_path: Path) -> None:
