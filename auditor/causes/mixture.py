@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import Evidence
 from auditor.causes.oracle import F64, I64, Oracle
 from auditor.causes.parts import Choice, Layout, Part, replaced
@@ -46,7 +47,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Weights that a side may have had. unlikely: the lower, the earlier it is tried. effect: [B], in roundings."""
+    """Weights and ops that a side may have had. unlikely: the lower, the sooner it is tried. effect: [B], in roundings.
+
+    make: weights that are not the oracle's own. whole: as a model's.
+    """
 
     cause: str
     said: str
@@ -54,6 +58,8 @@ class Guess:
     make: Callable[[], Mapping[str, Bits]]
     effect: F64
     sources: tuple[Source, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    whole: bool = False
 
 
 class Measured:
@@ -99,15 +105,17 @@ class Measured:
         left = self.delta - guess.effect
         return 1.0 - min(1.0, float(left @ left) / float(self.delta @ self.delta))
 
-    def is_exact(self, decoder: Decoder) -> bool:
+    def is_exact(self, guess: Guess) -> bool:
         """Whether it has the side's bits in a few rows."""
-        few = self.oracle.logprobs_of_rows(decoder, self._rows[:_FEW])
-        return few.tobytes() == self._found[:_FEW].tobytes()
+        decoder, few = self.decoder(guess), self._rows[:_FEW]
+        if guess.whole:
+            return self.oracle.logprobs(decoder)[few].tobytes() == self._found[:_FEW].tobytes()
+        return self.oracle.logprobs_of_rows(decoder, few).tobytes() == self._found[:_FEW].tobytes()
 
     def first_exact(self, guesses: Iterable[Guess], most: int) -> Guess | None:
         """Of the likeliest so many."""
         likeliest = sorted(guesses, key=lambda guess: guess.unlikely)[:most]
-        return next((guess for guess in likeliest if self.is_exact(self.decoder(guess))), None)
+        return next((guess for guess in likeliest if self.is_exact(guess)), None)
 
     def begin_from(self, guess: Guess) -> None:
         """Measure around a guess, where what is left is closer to the first order."""
@@ -115,8 +123,9 @@ class Measured:
         self.delta = self._in_roundings(values) + guess.effect
 
     def decoder(self, guess: Guess) -> Decoder:
-        """The oracle's own, with the weights of a guess."""
-        return replace(self.oracle.decoder, weights=dict(guess.make()))
+        """The oracle's own, with the weights and ops of a guess."""
+        own = self.oracle.decoder
+        return edited(replace(own, weights={**own.weights, **guess.make()}), *guess.edits)
 
     def _in_roundings(self, values: Logprobs) -> F64:
         delta = self._found.astype(np.float64) - values

@@ -10,6 +10,7 @@ import numpy as np
 
 from auditor.causes.edits import Edit
 from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.mixture import measured_of
 from auditor.causes.oracle import Oracle
 from auditor.causes.search import Model, nearest_model
 from auditor.causes.slots import asked
@@ -126,8 +127,10 @@ def low_precision(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Keys and values, products, or weights alone in fewer bits; a rotary table in 16."""
     if evidence.begins is not None:
         return  # nothing is held in fewer bits from some token on
+    measured = measured_of(evidence, oracle)
     of_caches = _caches(oracle.decoder) if asked(evidence, oracle)[1] is None else ()
-    if best := nearest_model(evidence, oracle, (*of_caches, *_models(oracle.decoder))):
+    of_products = _products(oracle.decoder) if measured is None or measured.response is None else ()
+    if best := nearest_model(evidence, oracle, (*of_caches, *_of_attention(oracle.decoder), *of_products)):
         yield best
 
 
@@ -146,16 +149,16 @@ def _caches(decoder: Decoder) -> Iterator[Model]:
                 yield Model.of(decoder, "kv_precision", name, edit, f"{what} {limit}", whole=whole)
 
 
-def _models(decoder: Decoder) -> Iterator[Model]:
+def _of_attention(decoder: Decoder) -> Iterator[Model]:
     for format_, to, limit in FORMATS:
         alike = Edit("attention", _coarse_attention(coarse(to, limit, (2,))))
         yield Model.of(decoder, "activation_precision", f"queries, keys and values in {format_}", alike)
-    if sum(weight.nbytes for weight in decoder.weights.values()) <= _LARGEST:
-        yield from _products(decoder)
 
 
 def _products(decoder: Decoder) -> Iterator[Model]:
-    """Weights, activations, or both."""
+    """Weights, activations, or both: what `activations` and `rounded` find where the first order tells."""
+    if sum(weight.nbytes for weight in decoder.weights.values()) > _LARGEST:
+        return
     for format_, to, limit in FORMATS:
         for over, axes in (*_FINE, *OF_ROWS):
             of_weights = _remembered(coarse(to, limit, axes))

@@ -56,13 +56,13 @@ class Response:
         """at: rows of the window, [B]."""
         oracle.spend(len(at) / 2)
         self._weights = oracle.decoder.weights
-        backward = Backward(oracle, at)
+        self.backward = Backward(oracle, at)
         self._slopes: dict[str, F32] = {}
         self._spread = np.zeros((len(at), len(at)))
         # Of what each layer's attention gives, [B,T,H·D], the last layer's first.
         self.of_attention: list[F32] = []
-        for signal in backward.signals():
-            self._take(signal, backward)
+        for signal in self.backward.signals():
+            self._take(signal, self.backward)
 
     @staticmethod
     def affordable(oracle: Oracle, rows: int) -> bool:

@@ -11,22 +11,52 @@ from typing import Final
 import numpy as np
 
 from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.grids import (
+    BLOCK,
+    COLUMN,
+    E4M3,
+    E5M2,
+    FP4,
+    INT4,
+    INT4_FULL,
+    INT4_RANGE,
+    INT4_ZERO,
+    INT8,
+    INT8_RANGE,
+    INT8_ZERO,
+    NF4,
+    ROW,
+    TENSOR,
+    Grid,
+    Sharing,
+    coarse,
+    group,
+    said,
+)  # fmt: skip
 from auditor.causes.mixture import Source, measured_of
 from auditor.causes.oracle import Oracle, VersionUnavailable
 from auditor.causes.parts import Layout
-from auditor.causes.precision import CASTS, FORMATS, OF_ROWS, Coarse, coarse, in_blocks
+from auditor.causes.precision import CASTS, Coarse
 from auditor.causes.weights import searched
 from rl_kernel.reference.ops import Bits, narrow, widen
 
 _LARGEST: Final = 1 << 22  # bytes of weights of which a copy is made for each rounding
 _LEAST: Final = 0.3  # in roundings: less is made by no format
-_BLOCK: Final = 128
-_GROUPS: Final = (("32 values of a row", 32), ("64 values of a row", 64))
 _DECAYS: Final = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 _STRENGTHS: Final = (1.0, 2.0, 3.0, 4.0)
 _TIMES: Final = (1, 2, 3)
 _TRIED: Final = 96  # whose effect is too small to tell them apart by
 _RARE: Final = 2.0  # a cost
+_USUAL: Final = (BLOCK, ROW, TENSOR, COLUMN, group(128), group(32), group(64))
+_ROUNDINGS: Final[tuple[tuple[Grid, Sharing, float], ...]] = (
+    *((grid, sharing, 0.0) for grid in (E4M3, INT8, E5M2, INT8_RANGE, INT4, INT4_RANGE) for sharing in _USUAL),
+    *((grid, sharing, 1.0) for grid in (INT4_ZERO, INT4_FULL) for sharing in (ROW, *map(group, (16, 32, 64, 128)))),
+    *((INT8_ZERO, sharing, 1.0) for sharing in (ROW, TENSOR)),
+    *((E4M3, Sharing(f"a block of {size} by {size}", block=size, rule="power of two"), 1.0) for size in (64, 128)),
+    *((grid, group(32, "microscaled"), 1.0) for grid in (FP4, E4M3)),
+    *((FP4, sharing, 1.0) for sharing in (group(16, "in FP8"), group(32), group(16))),
+    *((NF4, group(size), 1.0) for size in (32, 64)),
+)  # fmt: skip
 
 
 def rounded_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
@@ -36,27 +66,23 @@ def rounded_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     measured = measured_of(evidence, oracle)
     if measured is None or measured.response is None or measured.size < _LEAST:
         return
-    yield from searched(evidence, measured, [*_in_formats(oracle), *_averages(evidence, oracle)], Layout.tensors)
+    yield from searched(
+        evidence, measured, [*_in_formats(evidence, oracle), *_averages(evidence, oracle)], Layout.tensors
+    )
     yield from searched(evidence, measured, list(_taken_off(evidence, oracle)), Layout.blocks, most=_TRIED)
 
 
-def _in_formats(oracle: Oracle) -> Iterator[Source]:
+def _in_formats(evidence: Evidence, oracle: Oracle) -> Iterator[Source]:
     weights = oracle.decoder.weights
-    for format_, to, limit in FORMATS:
-        shared: list[tuple[str, Coarse]] = [
-            (f"a block of {_BLOCK} by {_BLOCK}", in_blocks(to, limit, _BLOCK)),
-            *(
-                (f"{over} values of a row" if over.isdigit() else over, coarse(to, limit, axes))
-                for over, axes in OF_ROWS
-            ),
-            ("a column", coarse(to, limit, (0,))),
-            *((said, coarse(to, limit, size)) for said, size in _GROUPS),
-        ]
-        for over, change in shared:
-            said = f"{{}} in {format_} with a scale for {over}"
-            yield Source("weight_precision", said, Changed(weights, partial(_of_matrix, change)))
-    for cast, change in CASTS:
-        yield Source("weight_precision", f"{{}} {cast}", Changed(weights, partial(_of_matrix, change)), _RARE)
+    for grid, sharing, cost in _ROUNDINGS:
+        change = Changed(weights, partial(_of_matrix, coarse(grid, sharing)))
+        yield Source("weight_precision", f"{{}} {said(grid, sharing)}", change, cost)
+    for cast, to in CASTS:
+        yield Source("weight_precision", f"{{}} {cast}", Changed(weights, partial(_of_matrix, to)), _RARE)
+    for version, old in _earlier(evidence, oracle, 1):
+        for sharing in (ROW, TENSOR, BLOCK):
+            name = f"{{}} {said(E4M3, sharing)} that version {version} had"
+            yield Source("weight_precision", name, Scaled(weights, old, sharing), _RARE)
 
 
 def _earlier(evidence: Evidence, oracle: Oracle, last: int) -> Iterator[tuple[int, Mapping[str, Bits]]]:
@@ -97,6 +123,19 @@ class Changed(dict[str, Bits]):
 
     def __missing__(self, name: str) -> Bits:
         self[name] = self._change(self._weights[name])
+        return self[name]
+
+
+class Scaled(dict[str, Bits]):
+    """Weights in FP8 under the scales of others."""
+
+    def __init__(self, weights: Mapping[str, Bits], scales: Mapping[str, Bits], sharing: Sharing) -> None:
+        super().__init__()
+        self._weights, self._scales, self._sharing = weights, scales, sharing
+
+    def __missing__(self, name: str) -> Bits:
+        own = self._weights[name]
+        self[name] = own if own.ndim != 2 else coarse(E4M3, self._sharing, widen(self._scales[name]))(own)
         return self[name]
 
 

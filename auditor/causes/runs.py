@@ -21,6 +21,7 @@ _PLACES: Final = 384  # of a file that are told apart at first
 _REFINED: Final = 3  # runs of a file whose ends are looked for row by row
 _OF_RANKS: Final = 24  # runs of ranks that are worth a guess
 _EXACTLY: Final = 1e-3
+_TURNED: Final = 0.5  # a cost, so that a half is not said to be all but the other
 
 Effects = Mapping[str, Effect]
 
@@ -53,7 +54,7 @@ def _best(sums: F64, costs: F64, delta: F64, kept: int) -> list[Run]:
         own, along = np.einsum("pb,pb->p", moved, moved), moved @ toward
         left = toward @ toward + (own + 2 * along)[:, None] + (own - 2 * along)[None, :] - 2 * moved @ moved.T
         unlikely = 0.5 * len(delta) * np.log(np.maximum(left, 0.0) + _EXACTLY * len(delta))
-        unlikely += costs[:, None] + costs[None, :]
+        unlikely += costs[:, None] + costs[None, :] + _TURNED * turned
         unlikely[np.tril_indices(len(sums))] = np.inf
         unlikely[0, -1] = np.inf  # everything is no run
         for at in np.argsort(unlikely, axis=None)[:kept].tolist():

@@ -6,6 +6,7 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.activations import products_in_fewer_bits
 from auditor.causes.altered import altered_weights
 from auditor.causes.context import cut_in_front, more_in_front, part_of_the_prompt
 from auditor.causes.context_parallel import slice_edges
@@ -92,6 +93,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     mixed_weights,
     other_tenants,
     rounded_weights,
+    products_in_fewer_bits,
     stored_in_fewer_bits,
     low_precision,
     low_precision_output,
