@@ -49,7 +49,8 @@ class Source:
 class Guess:
     """Weights and ops that a side may have had. unlikely: the lower, the sooner it is tried. effect: [B], in roundings.
 
-    make: weights that are not the oracle's own. whole: as a model's.
+    make: weights that are not the oracle's own. whole: as a model's. rather: cause and what is said where it leaves
+    more than rounding.
     """
 
     cause: str
@@ -60,6 +61,7 @@ class Guess:
     sources: tuple[Source, ...] = ()
     edits: tuple[Edit, ...] = ()
     whole: bool = False
+    rather: tuple[str, str] | None = None
 
 
 class Measured:
@@ -104,6 +106,11 @@ class Measured:
             return 0.0
         left = self.delta - guess.effect
         return 1.0 - min(1.0, float(left @ left) / float(self.delta @ self.delta))
+
+    def left(self, guess: Guess) -> float:
+        """What a guess leaves, as `size`."""
+        left = self.delta - guess.effect
+        return float(np.sqrt((left * left).mean()))
 
     def is_exact(self, guess: Guess) -> bool:
         """Whether it has the side's bits in a few rows."""

@@ -52,12 +52,12 @@ def layer_of(name: str) -> int:
     return int(name.split(".")[2]) if name.startswith("model.layers.") else -1
 
 
-def span(name: str, width: int, rank: int, ranks: int) -> tuple[int, int]:
-    """A rank's part of so many rows or columns; of a vocabulary whole tiles."""
+def span(name: str, width: int, rank: int, ranks: int, even: bool = False) -> tuple[int, int]:
+    """A rank's part of so many rows or columns; of a vocabulary whole tiles, or an even part of all tiles."""
     tile = _TILE if "embed" in name or "lm_head" in name else 1
-    size = -(-width // (ranks * tile)) * tile
+    size = -(-width // (ranks * tile)) * tile if not even else -(-width // tile) * tile // ranks
     first = min(rank * size, width)
-    return first, min(first + size, width)
+    return first, width if rank == ranks - 1 else min(first + size, width)
 
 
 def replaced(now: Mapping[str, Bits], other: Mapping[str, Bits], parts: Sequence[Part]) -> dict[str, Bits]:
@@ -105,6 +105,7 @@ class Layout:
             yield f"{block.strip('.')} tensors", frozenset(n for n in every if block in n)
         for kind in dict.fromkeys(map(kind_of, self.names)):
             yield kind, frozenset(n for n in every if kind_of(n) == kind)
+        yield "vocabulary tensors", frozenset(n for n in every if "embed" in n or "lm_head" in n)
         layers = sorted({layer_of(n) for n in every})
         for run in np.array_split(layers, min(len(layers), _RUNS)):
             inside = frozenset(n for n in every if layer_of(n) in run)

@@ -45,8 +45,9 @@ _LEAST: Final = 0.3  # in roundings: less is made by no format
 _DECAYS: Final = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 _STRENGTHS: Final = (1.0, 2.0, 3.0, 4.0)
 _TIMES: Final = (1, 2, 3)
-_TRIED: Final = 96  # whose effect is too small to tell them apart by
+_TRIED: Final = 136  # whose effect is too small to tell them apart by
 _RARE: Final = 2.0  # a cost
+_NOTHING: Final = np.float32(1e-30)
 _USUAL: Final = (BLOCK, ROW, TENSOR, COLUMN, group(128), group(32), group(64))
 _ROUNDINGS: Final[tuple[tuple[Grid, Sharing, float], ...]] = (
     *((grid, sharing, 0.0) for grid in (E4M3, INT8, E5M2, INT8_RANGE, INT4, INT4_RANGE) for sharing in _USUAL),
@@ -69,7 +70,8 @@ def rounded_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     yield from searched(
         evidence, measured, [*_in_formats(evidence, oracle), *_averages(evidence, oracle)], Layout.tensors
     )
-    yield from searched(evidence, measured, list(_taken_off(evidence, oracle)), Layout.blocks, most=_TRIED)
+    least = [*_magnitudes(evidence, oracle), *_taken_off(evidence, oracle)]
+    yield from searched(evidence, measured, least, Layout.blocks, most=_TRIED)
 
 
 def _in_formats(evidence: Evidence, oracle: Oracle) -> Iterator[Source]:
@@ -104,6 +106,16 @@ def _averages(evidence: Evidence, oracle: Oracle) -> Iterator[Source]:
             yield Source("adapter_scale", said, Averaged(now, old, share))
 
 
+def _magnitudes(evidence: Evidence, oracle: Oracle) -> Iterator[Source]:
+    """Adapters that learn lengths and directions of rows or columns apart, of which one was not delivered."""
+    now = oracle.decoder.weights
+    for version, old in _earlier(evidence, oracle, 1):
+        for axis, what in ((1, "rows"), (0, "columns")):
+            for lengths, kept in ((True, "length"), (False, "direction")):
+                said = f"{{}} with each of their {what} of the {kept} that version {version} had"
+                yield Source("adapter_scale", said, Turned(now, old, axis, lengths))
+
+
 def _taken_off(evidence: Evidence, oracle: Oracle) -> Iterator[Source]:
     """What bf16 leaves of weights that a change since another version was added to and taken from."""
     now = oracle.decoder.weights
@@ -136,6 +148,25 @@ class Scaled(dict[str, Bits]):
     def __missing__(self, name: str) -> Bits:
         own = self._weights[name]
         self[name] = own if own.ndim != 2 else coarse(E4M3, self._sharing, widen(self._scales[name]))(own)
+        return self[name]
+
+
+class Turned(dict[str, Bits]):
+    """Matrices `now` of which along an axis the lengths, or the directions, are those of `old`."""
+
+    def __init__(self, now: Mapping[str, Bits], old: Mapping[str, Bits], axis: int, lengths: bool) -> None:
+        super().__init__()
+        self._now, self._old, self._axis, self._lengths = now, old, axis, lengths
+
+    def __missing__(self, name: str) -> Bits:
+        own = self._now[name]
+        if own.ndim == 1:
+            return own
+        long, turned = widen(own), widen(self._old[name])
+        if self._lengths:
+            long, turned = turned, long
+        of_each = [np.linalg.norm(w, axis=self._axis, keepdims=True) for w in (long, turned)]
+        self[name] = narrow((turned * (of_each[0] / np.maximum(of_each[1], _NOTHING))).astype(np.float32))
         return self[name]
 
 

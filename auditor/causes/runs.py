@@ -5,7 +5,8 @@ B wrong rows of the response, P places where a run may begin or end.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -23,7 +24,10 @@ _OF_RANKS: Final = 24  # runs of ranks that are worth a guess
 _EXACTLY: Final = 1e-3
 _TURNED: Final = 0.5  # a cost, so that a half is not said to be all but the other
 
+_EVENLY: Final = ", of the padded vocabulary"
+
 Effects = Mapping[str, Effect]
+Span = tuple[int, int]
 
 
 class Run(NamedTuple):
@@ -111,34 +115,46 @@ def _of_ranks(layout: Layout, effects: Effects, delta: F64) -> Iterator[tuple[fl
         for how, axis, cut, whole in (
             ("", None, matrices, []),
             (", and norms", None, matrices, [name for name in every if name not in matrices]),
+            (_EVENLY, None, matrices, []),
             (", by rows", 0, every, []),
             (", by columns", 1, matrices, []),
         ):
-            if cut and (whole or how != ", and norms"):
+            if (
+                cut
+                and (whole or how != ", and norms")
+                and (how != _EVENLY or any("embed" in n or "lm_head" in n for n in cut))
+            ):
                 axes = {name: by_column(name) if axis is None else axis for name in cut}
                 left = delta - sum((effects[name].whole for name in whole), np.zeros(len(delta)))
                 more = layout.whole(frozenset(whole))
-                for run, choice in _of_cut(layout, effects, left, axes, axis is None, cost + 1.0 * bool(how)):
+                for run, choice in _of_cut(layout, effects, left, axes, _span_of(how), cost + 1.0 * bool(how)):
                     name = f"{choice.said}{how}{where}"
                     yield run + choice.cost, Choice(name, (*choice.parts, *more), choice.cost)
 
 
 def _of_cut(
-    layout: Layout, effects: Effects, delta: F64, axes: Mapping[str, int], tiled: bool, cost: float
+    layout: Layout, effects: Effects, delta: F64, axes: Mapping[str, int], part: Callable[..., Span], cost: float
 ) -> Iterator[tuple[float, Choice]]:
-    """Of tensors that are each cut along an axis of their own, a vocabulary at whole tiles or anywhere."""
+    """Of tensors that are each cut along an axis of their own. part: as `span`."""
     for ranks in _RANKS:
         ends = {
-            n: [0, *(span(n if tiled else "", layout.shapes[n][axis], rank, ranks)[1] for rank in range(ranks))]
+            n: [0, *(part(n, layout.shapes[n][axis], rank, ranks)[1] for rank in range(ranks))]
             for n, axis in axes.items()
         }
         sums = np.sum([effects[n].parts(axis)[:, ends[n]] for n, axis in axes.items()], axis=0).T
         more = cost + math.log(ranks * (ranks + 1) / 2) + 1.0 * (ranks not in _USUAL)
         for run in _best(sums, np.zeros(ranks + 1), delta, 2):
-            parts = (Part(n, axis, ends[n][run.first], ends[n][run.last]) for n, axis in axes.items())
+            held = (Part(n, axis, ends[n][run.first], ends[n][run.last]) for n, axis in axes.items())
             whose = f"rank {run.first}" if run.last == run.first + 1 else f"ranks {run.first} to {run.last - 1}"
-            said, mine = f"the part of {whose} of {ranks}", tuple(part for part in parts if part.first < part.last)
+            said, mine = f"the part of {whose} of {ranks}", tuple(p for p in held if p.first < p.last)
             yield run.unlikely, _choice(layout, list(axes), mine, run.turned, said, more)
+
+
+def _span_of(how: str) -> Callable[..., Span]:
+    """How ranks share a vocabulary: at whole tiles, evenly, or anywhere, as every other tensor."""
+    if how == _EVENLY:
+        return partial(span, even=True)
+    return span if how in ("", ", and norms") else lambda name, *widths: span("", *widths)
 
 
 def _unweighed(layout: Layout) -> Iterator[Choice]:

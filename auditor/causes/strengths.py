@@ -16,7 +16,7 @@ from auditor.causes.parts import Names, kind_of
 from auditor.causes.response import Effect, total
 from rl_kernel.reference.ops import Bits, narrow, widen
 
-_USUAL: Final = (2.0, 0.5, 4.0, 8.0, 0.25, 16.0, 1 / 3, 2 / 3, 4 / 3)
+_USUAL: Final = (2.0, 0.5, 4.0, 8.0, 0.25, 16.0, 1 / 3, 2 / 3, 4 / 3, -1.0)
 _BLOCKS: Final = 8  # of which strengths are looked for
 _SURELY: Final = 3.0  # standard deviations
 _SMALLEST: Final = 0.08  # of bf16 weights a smaller one is often none
@@ -24,6 +24,8 @@ _LARGEST: Final = 16.0
 _ROUND: Final = 2.0  # costs
 _ODD: Final = 4.0
 _LEFT_IN: Final = 3.0
+_SINGLE: Final = 64  # tensors
+_ALONE: Final = 3.0
 
 Effects = Mapping[str, Effect]
 
@@ -46,14 +48,18 @@ class Strengths:
                 fits.append((self._measured.unlikely(moved * effect, all_in), version, (said, names, all_in)))
         for _, version, block in sorted(fits, key=lambda fit: fit[0])[:_BLOCKS]:
             yield from self._of_block(version, *block)
+        for version in self._sources:
+            for name in self._measured.layout(self._sources[version]).names[:_SINGLE]:
+                yield from self._of_block(version, name, frozenset([name]), _ALONE, usual=True)
         for later, earlier in permutations(self._sources, 2):
             yield from self._left_in(later, earlier)
 
-    def _of_block(self, version: int, said: str, names: Names, cost: float) -> Iterator[Guess]:
+    def _of_block(self, version: int, said: str, names: Names, cost: float, usual: bool = False) -> Iterator[Guess]:
+        """usual: only strengths that are."""
         effect = self._effect(version, names)
         moved, spread = _fitted(effect, self._measured.delta)
         where = "" if said == "all tensors" else f" in {said}"
-        for share, more in _candidates(1.0 - moved, _SURELY * spread):
+        for share, more in [(u, _ROUND) for u in _USUAL] if usual else _candidates(1.0 - moved, _SURELY * spread):
             cause, name = "adapter_scale", f"version {version} with {share:g} times what came since{where}"
             if share == 0.0:
                 cause, name = self._sources[version].cause, self._sources[version].of.format(said)
@@ -63,7 +69,10 @@ class Strengths:
             def make(share: float = share, old: Mapping[str, Bits] = old) -> dict[str, Bits]:
                 return {**self._now, **{n: _moved(old[n], self._now[n], share) for n in names}}
 
-            yield Guess(cause, name, unlikely, make, (1.0 - share) * effect)
+            # Half of every change, and every change in half of the values, point the same way.
+            source = self._sources[version]
+            some = (source.cause, source.of.format(f"some values of {said}")) if 0.0 < share < 1.0 else None
+            yield Guess(cause, name, unlikely, make, (1.0 - share) * effect, rather=some)
 
     def _left_in(self, later: int, earlier: int) -> Iterator[Guess]:
         """What came from one version to another is added once more."""

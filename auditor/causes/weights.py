@@ -1,6 +1,7 @@
 """Other weights than the record names: stale, never delivered, delivered in part or in another strength."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,7 @@ _FITS: Final = 8.0  # as a logarithm: how much likelier than no change a guess i
 _CLOSE: Final = 15.0  # the same, from where on it is worked on
 _PASSES: Final = 2
 _IN_ONE: Final = 5  # other weights that are looked for in one model
+_LEFT: Final = 1.3  # in roundings: more is left by a guess that is not it
 _FAR: Final = 12.0  # in roundings: where the first order tells nothing
 _MUCH: Final = 0.3  # of the square of a difference
 _POINTING: Final = 0.46  # more than a look, less than anything that was computed and takes away much
@@ -121,6 +123,9 @@ def told(evidence: Evidence, measured: Measured, exact: Guess | None, likeliest:
     oracle, guess = measured.oracle, exact or likeliest
     if guess is None or (exact is None and measured.gained(guess) < _FITS):
         return
+    if exact is None and guess.rather is not None and measured.left(guess) > _LEFT:
+        cause, name = guess.rather
+        guess = replace(guess, cause=cause, said=name)
     best = nearest(evidence, oracle, [(guess.cause, guess.said, oracle.logprobs(measured.decoder(guess)))])
     if best is not None:
         yield best

@@ -7,11 +7,12 @@ import pytest
 
 from auditor.causes.evidence import CERTAIN, Suggestion
 from auditor.causes.parts import Layout, span
+from auditor.causes.rounded import rounded_weights
 from auditor.causes.runs import runs
 from auditor.causes.weights import mixed_weights
-from auditor.faults.world import Drawn, World
+from auditor.faults.world import Drawn, World, from_bf16, to_bf16
 from rl_kernel.reference.ops import Bits
-from tests.auditor.diagnosis import said
+from tests.auditor.diagnosis import certain, said
 
 Old = Callable[[str, Bits, Bits], Bits]
 
@@ -65,12 +66,18 @@ def of_old(world: World, sample: Drawn, old: Old) -> Suggestion | None:
     return said(mixed_weights, world, sample, world.logprobs(mixed, sample))
 
 
+def third_of_the_vocabulary(name: str, now: Bits, before: Bits) -> Bits:
+    """Of four ranks that share the 384 rows of a padded vocabulary."""
+    return now if len(now) != 331 else np.concatenate([now[:192], before[192:288], now[288:]])
+
+
 @pytest.mark.parametrize(
     ("old", "words"),
     [
         (rows_of_ranks(3, 1, 2), "the part of rank 1 of 3, by rows"),
         (columns_of_a_rank, "the part of rank 3 of 5, by columns in mlp tensors"),
         (all_but_one_rank, "all but the part of rank 4 of 6, by rows"),
+        (third_of_the_vocabulary, "rank 2 of 4, of the padded vocabulary in vocabulary tensors"),
     ],
 )
 def test_the_run_of_rows_or_columns_that_is_old_is_found_to_the_bit(
@@ -88,6 +95,37 @@ def test_a_bucket_that_begins_and_ends_inside_of_matrices_is_seen_to_be_old(worl
     assert suggestion.cause == "stale_weights"
     assert suggestion.score > 0.5
     assert "of model.layers.0.mlp.up_proj.weight to" in suggestion.evidence
+
+
+def test_every_other_value_that_is_old_is_not_taken_for_half_of_a_change(world: World, sample: Drawn) -> None:
+    suggestion = of_old(world, sample, lambda name, now, before: np.where(now & 1, before, now))
+    assert suggestion is not None
+    assert suggestion.cause == "stale_weights"
+    assert "some values of" in suggestion.evidence
+
+
+def test_one_tensor_in_another_strength_is_found_to_the_bit_though_it_is_less_than_rounding(
+    world: World, sample: Drawn
+) -> None:
+    weights, first = world.decoder(sample.version).weights, world.decoder(1).weights
+    name = "model.layers.1.self_attn.v_proj.weight"
+    base, own = from_bf16(first[name]), from_bf16(weights[name])
+    twice = world.with_weights({**weights, name: to_bf16(base + 2 * (own - base))})
+    wrong = world.logprobs(twice, sample)
+    certain(mixed_weights, world, sample, wrong, "adapter_scale", f"2 times what came since in {name}")
+
+
+def test_new_directions_of_the_old_lengths_are_found_to_the_bit(world: World, sample: Drawn) -> None:
+    weights, first = world.decoder(sample.version).weights, world.decoder(1).weights
+
+    def of_old_length(name: str, weight: Bits) -> Bits:
+        new, base = from_bf16(weight), from_bf16(first[name])
+        length = np.linalg.norm(base, axis=1, keepdims=True) / np.linalg.norm(new, axis=1, keepdims=True)
+        return to_bf16((new * length).astype(np.float32))
+
+    turned = world.with_weights({n: of_old_length(n, w) if "_proj." in n else w for n, w in weights.items()})
+    wrong = world.logprobs(turned, sample)
+    certain(rounded_weights, world, sample, wrong, "adapter_scale", "each of their rows of the length that version 1")
 
 
 def test_ranks_share_whole_tiles_of_the_vocabulary_and_are_tried_where_no_effect_is_known(world: World) -> None:
