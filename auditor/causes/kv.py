@@ -7,7 +7,7 @@ table that is wrong by one shows another block's.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any, Final
 
 import numpy as np
@@ -31,8 +31,8 @@ _LARGER: Final = 3.0
 
 
 def stale_kv(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """Keys and values of an older version up to some token, or in one block, the named weights after it."""
-    best = nearest(evidence, oracle, _of_older_versions(evidence, oracle))
+    """Keys and values of an older version up to some token, the named weights after it."""
+    best = nearest(evidence, oracle, _of_older_versions(evidence, oracle, in_part=False))
     if best is None or best.score < CERTAIN:
         both = nearest(evidence, oracle, _of_two_ages(evidence, oracle))
         best = both if both and (best is None or both.score > best.score) else best
@@ -40,7 +40,13 @@ def stale_kv(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         yield best
 
 
-def _of_older_versions(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+def stale_in_part(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """Keys or values of one older block, or in some layers, where nothing tells which."""
+    if best := nearest(evidence, oracle, _of_older_versions(evidence, oracle, in_part=True)):
+        yield best
+
+
+def _of_older_versions(evidence: Evidence, oracle: Oracle, in_part: bool) -> Iterator[Candidate]:
     stated = evidence.record.weight_version
     older = sorted((version for version in oracle.versions if version < stated), reverse=True)
     for version in dict.fromkeys([*older[:_VERSIONS_TRIED], *older[-1:]]):
@@ -50,8 +56,8 @@ def _of_older_versions(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate
             continue
         if _beyond(evidence, oracle, old):
             continue
-        for first, last in _spans(evidence, oracle, old):
-            for what, kinds, there in _which(len(layers)):
+        for first, last in _spans(evidence, oracle, old, in_part):
+            for what, kinds, there in islice(_which(len(layers)), None if in_part else 1):
                 decoder = _with_keys(oracle.decoder, layers, slice(first, last), kinds, there)
                 values = partial(_mended, evidence, oracle, decoder, old, 0 if first else last)
                 if promising(evidence, oracle, values):
@@ -220,10 +226,10 @@ def _with_keys(
     return edited(decoder, *(Edit("attention", of_layer(layers[at])).at((at, 0)) for at in there))
 
 
-def _spans(evidence: Evidence, oracle: Oracle, old: Logprobs) -> Iterator[tuple[int, int]]:
+def _spans(evidence: Evidence, oracle: Oracle, old: Logprobs, blocks: bool) -> Iterator[tuple[int, int]]:
     """Where a stale prefix may end: the prompt, its last whole block, or the first token that is not the old one's.
 
-    Or one stale block of the prompt.
+    blocks: or one stale block of the prompt.
     """
     prompt = oracle.prompt_len
     ends = [prompt - 1, prompt, *((prompt - 1) // block * block for block in (16, 64))]
@@ -231,4 +237,4 @@ def _spans(evidence: Evidence, oracle: Oracle, old: Logprobs) -> Iterator[tuple[
     if new.size and new[0] > 0:
         ends.append(int(oracle.rows[new[0]]))
     yield from ((0, end) for end in dict.fromkeys(ends) if 0 < end < len(oracle.tokens))
-    yield from ((first, last) for first, last in _blocks(evidence, oracle) if first > 0)
+    yield from ((first, last) for first, last in _blocks(evidence, oracle) if blocks and first > 0)

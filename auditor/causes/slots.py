@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from auditor.causes.edits import Edit, edited
-from auditor.causes.evidence import Evidence
+from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.oracle import F32, F64, I64, Oracle
 from auditor.causes.response import Response, response_of, rows_of
 from rl_kernel.reference.model import Decoder
@@ -25,7 +25,9 @@ _ANY_STRENGTH: Final = (0.5, 2.0)  # of what the first order says, where a chang
 _EXACTLY: Final = 1e-3  # of a rounding, squared: a difference below which is none
 _UNTOLD: Final = 0.3  # of a difference: what the first order does not tell
 _ROWS: Final = 72  # wrong rows that are asked for
-_ENOUGH: Final = 48  # of them, where many things are told apart
+_ENOUGH: Final = 48  # of them, where roundings hide little
+_HIDDEN: Final = 3.0  # in roundings
+_POINTING: Final = 0.46  # more than a look, less than anything that takes away much
 _EACH: Final = 2  # spans that are kept of one kind
 KINDS: Final = ("keys and values", "keys", "values")
 
@@ -47,7 +49,10 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Slots first..last as rows from `since` on read them. kind: of `KINDS`; heads: [L,G], which of them."""
+    """Slots first..last as rows from `since` on read them.
+
+    kind: of `KINDS`; heads: [L,G], which of them. share: of the difference's square, that it takes away.
+    """
 
     tenant: Tenant
     first: int
@@ -57,6 +62,7 @@ class Place:
     heads: Any
     where: str
     unlikely: float
+    share: float = 0.0
 
     @property
     def name(self) -> str:
@@ -71,7 +77,9 @@ class Slots:
 
     def __init__(self, oracle: Oracle, response: Response, delta: F64, edges: I64, readers: I64) -> None:
         """delta: [B]. edges: [K+1], where spans may begin and end; readers: [R], rows from which on they are read."""
-        self._rows = np.arange(len(delta))[:: 1 + len(delta) // _ENOUGH]
+        own = response.in_roundings(delta)
+        hidden = float((own * own).mean()) < _HIDDEN**2
+        self._rows = np.arange(len(delta))[:: 1 if hidden else 1 + len(delta) // _ENOUGH]
         self._edges, self._readers = edges, readers
         self._whiten = whitening(response, delta, self._rows)
         self._delta = self._whiten @ delta[self._rows]
@@ -148,7 +156,8 @@ class Slots:
                 span_cost = cost if first == 0 and last == total else cost + np.log(total)
                 unlikely = span_cost + 0.5 * rows * np.log(max(left[first, last], 0.0) + _EXACTLY * rows)
                 span = int(self._edges[first]), int(self._edges[last])
-                yield Place(tenant, *span, int(self._readers[reader]), kind, heads, where, float(unlikely))
+                share = 1.0 - max(left[first, last], 0.0) / float(self._delta @ self._delta)
+                yield Place(tenant, *span, int(self._readers[reader]), kind, heads, where, float(unlikely), share)
 
 
 def asked(evidence: Evidence, oracle: Oracle) -> tuple[I64, Response | None]:
@@ -165,6 +174,14 @@ def whitening(response: Response, delta: F64, rows: I64) -> F64:
     untold = _UNTOLD**2 * float((own * own).mean()) * np.diag(np.diag(spread))
     inverse: F64 = np.linalg.inv(np.linalg.cholesky(spread + untold)).astype(np.float64)
     return inverse
+
+
+def pointing(place: Place, rows: int) -> Suggestion:
+    """That a difference at so many tokens points to something whose bits it has not."""
+    score = max(_POINTING, STRONG * (1.0 - float(np.sqrt(1.0 - place.share))))
+    where = f"points where {place.name} would move it, by {place.share:.0%} of its square"
+    said = f"the difference at {rows} tokens {where}"
+    return Suggestion(place.tenant.cause, score, said)
 
 
 def scopes(layers: int, groups: int) -> Iterator[tuple[str, Any]]:

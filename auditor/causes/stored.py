@@ -14,12 +14,12 @@ from typing import Final
 import numpy as np
 
 from auditor.causes.edits import plain_reference
-from auditor.causes.evidence import SETTLED, STRONG, Evidence, Suggestion
+from auditor.causes.evidence import SETTLED, Evidence, Suggestion
 from auditor.causes.oracle import F32, F64, I64, Oracle
 from auditor.causes.precision import CASTS, FORMATS, OF_KEYS, Coarse, Rounding, coarse
 from auditor.causes.response import Response
 from auditor.causes.search import nearest
-from auditor.causes.slots import Kv, Place, Tenant, asked, cached, in_place, scopes, whitening
+from auditor.causes.slots import Kv, Place, Tenant, asked, cached, in_place, pointing, scopes, whitening
 from rl_kernel.reference.ops import Bits, narrow, widen
 
 _FEW: Final = 2  # rows whose bits tell
@@ -28,7 +28,6 @@ _TRIED: Final = 32
 _ATTENTION: Final = 0.2  # of a forward
 _GAINED: Final = 15.0  # as a logarithm: what of so many roundings is none by chance
 _BEYOND: Final = 1.5  # in roundings: less may be any
-_POINTING: Final = 0.46  # more than a look, less than anything that takes away much
 _MUCH: Final = 0.3  # of the square of a difference
 _POWERS: Final = tuple(2.0**power for power in range(-4, 7) if power)
 _CLIPPED: Final = (0.999, 0.995, 0.99, 0.98, 0.95, 0.9)  # of the values are below the largest that is held
@@ -55,11 +54,8 @@ def stored_in_fewer_bits(evidence: Evidence, oracle: Oracle) -> Iterator[Suggest
     best = nearest(evidence, oracle, (("kv_precision", name, v) for name, v in zip(said, values, strict=True)))
     if best is not None:
         yield best
-    share = measured.share(tried[0]) if tried else 0.0
-    if (best is None or best.score < SETTLED) and share > _MUCH:
-        score = max(_POINTING, STRONG * (1.0 - float(np.sqrt(1.0 - share))))
-        where = f"the difference at {len(rows)} tokens points where {said[0]} would move it"
-        yield Suggestion("kv_precision", score, f"{where}, by {share:.0%} of its square")
+    if tried and (best is None or best.score < SETTLED) and tried[0].share > _MUCH:
+        yield pointing(tried[0], len(rows))
 
 
 def _everywhere_too(places: Sequence[Place]) -> Iterator[Place]:
@@ -91,12 +87,6 @@ class _Measured:
         """How unlikely it is that nothing is rounded."""
         return 0.5 * len(self._delta) * float(np.log(self._delta @ self._delta))
 
-    def share(self, place: Place) -> float:
-        """The part of the difference's square that a rounding takes away."""
-        rows = len(self._delta)
-        left = float(np.exp(2.0 * (place.unlikely - _cost(place)) / rows))
-        return max(0.0, 1.0 - left / float(self._delta @ self._delta))
-
     def places(self) -> Iterator[Place]:
         """Every rounding of keys, of values or of both, in all heads or some, for all rows or those that decode."""
         names, layers = zip(*_roundings(), strict=True)
@@ -113,7 +103,8 @@ class _Measured:
                         place = Place(tenant, 0, len(self._oracle.tokens), since, kind, heads, where, 0.0)
                         left = self._delta - made
                         unlikely = _cost(place) + 0.5 * len(left) * float(np.log(left @ left + 1e-9))
-                        yield Place(tenant, 0, place.last, since, kind, heads, where, unlikely)
+                        share = 1.0 - float(left @ left) / float(self._delta @ self._delta)
+                        yield replace(place, unlikely=unlikely, share=share)
 
     def _of_layer(self, at: int, roundings: Sequence[Coarse]) -> F64:
         """[roundings,2,G,2,B], in roundings."""

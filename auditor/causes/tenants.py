@@ -1,22 +1,29 @@
 """Slots of the cache that hold, or show, something else: whose, and which slots, for which rows, in which heads."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice, product
 from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.evidence import SETTLED, Evidence, Suggestion
+from auditor.causes.kv import stale_in_part
 from auditor.causes.oracle import I64, Oracle, VersionUnavailable
 from auditor.causes.search import nearest
-from auditor.causes.slots import Kv, Place, Slots, Tenant, asked, cached, in_place
+from auditor.causes.slots import Kv, Place, Slots, Tenant, asked, cached, in_place, pointing
 from rl_kernel.reference.ops import Bits
 
 _FEW: Final = 2  # rows whose bits tell
 _EDGES: Final = 32
 _TRIED: Final = 24
 _LIKELIEST: Final = 2  # that are said although no bits are theirs
+_WORKED_ON: Final = 3  # kinds of them
+_BESIDE: Final = 2  # tokens
 _GAINED: Final = 6.0  # as a logarithm: how much likelier than no change at all
+_SURELY: Final = 15.0  # the same, where no bits say so
+_MUCH: Final = 0.3  # of the square of a difference
 _VERSIONS: Final = 3
 _SHIFTS: Final = (1, -1, 16, -16, 8, -8, 32, -32, 4, -4)
 
@@ -26,17 +33,35 @@ def other_tenants(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     window = oracle.window
     rows, response = asked(evidence, oracle)
     if response is None:
+        yield from stale_in_part(evidence, oracle)
         return
     found, truth = (values[window][rows] for values in (evidence.found, evidence.truth))
-    slots = Slots(oracle, response, found.astype(np.float64) - truth, *_edges(evidence, oracle))
+    edges, readers = _edges(evidence, oracle)
+    slots = Slots(oracle, response, found.astype(np.float64) - truth, edges, readers)
     places = [place for tenant in _tenants(evidence, oracle) for place in slots.places(tenant)]
     places.sort(key=lambda place: place.unlikely)
     likely = [place for place in places[:_TRIED] if slots.nothing - place.unlikely > _GAINED]
-    exact = [place for place in likely if _is_exact(evidence, oracle, place, rows)][:1]
-    tried = exact or likely[:_LIKELIEST]
-    said = ((place.tenant.cause, _said(place), oracle.logprobs(in_place(oracle.decoder, place))) for place in tried)
-    if best := nearest(evidence, oracle, said):
+    tried = [*likely, *_around(likely, readers)]
+    exact = list(islice((place for place in tried if _is_exact(evidence, oracle, place, rows)), 1))
+    named = exact or likely[:_LIKELIEST]
+    said = ((place.tenant.cause, _said(place), oracle.logprobs(in_place(oracle.decoder, place))) for place in named)
+    best = nearest(evidence, oracle, said)
+    if best is not None:
         yield best
+    if likely and (best is None or best.score < SETTLED):
+        first = likely[0]
+        if first.share > _MUCH and slots.nothing - first.unlikely > _SURELY:
+            yield pointing(first, len(rows))
+
+
+def _around(likely: Sequence[Place], readers: I64) -> Iterator[Place]:
+    """Spans that begin and end a little beside the likeliest, which neighbours' effects can hardly be told from."""
+    kinds = {(place.tenant.name, place.kind, place.where): place for place in reversed(likely)}
+    near = [by for by in product(range(-_BESIDE, _BESIDE + 1), repeat=2) if abs(by[0]) + abs(by[1]) <= _BESIDE]
+    for place in sorted(kinds.values(), key=lambda place: place.unlikely)[:_WORKED_ON]:
+        for (a, b), since in product(near, readers.tolist()):
+            if 0 <= place.first + a < place.last + b:
+                yield replace(place, first=place.first + a, last=place.last + b, since=since)
 
 
 def _said(place: Place) -> str:

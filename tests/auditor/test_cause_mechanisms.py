@@ -11,7 +11,7 @@ import pytest
 from auditor.causes.edits import Edit, edited, places
 from auditor.causes.evidence import CERTAIN, IN_PART, Evidence, Suggestion
 from auditor.causes.inputs import cause_of_failure
-from auditor.causes.kv import lost_blocks, stale_kv
+from auditor.causes.kv import lost_blocks
 from auditor.causes.oracle import Oracle
 from auditor.causes.patterns import begins_somewhere, flat_last_bits, trend
 from auditor.causes.precision import low_precision
@@ -23,6 +23,7 @@ from auditor.causes.steps import two_steps
 from auditor.causes.stored import stored_in_fewer_bits
 from auditor.causes.table import LOOKS_LIKE, ranked
 from auditor.causes.temperature import temperature
+from auditor.causes.tenants import other_tenants
 from auditor.causes.truncation import truncation
 from auditor.causes.variants import other_model
 from auditor.causes.weights import mixed_weights
@@ -200,7 +201,7 @@ def test_a_cache_block_that_holds_another_one_is_named_and_old_values_alone_too(
         return plain.attention(q, k, v, *ends)  # type: ignore[attr-defined]
 
     wrong = under(Edit("attention", stale))(world, sample)
-    certain(stale_kv, world, sample, wrong, "stale_kv", "values of tokens 0 to")
+    certain(other_tenants, world, sample, wrong, "stale_kv", "values of tokens 0 to")
 
 
 def test_a_temperature_that_changes_as_it_goes_is_told(world: World, sample: Drawn) -> None:
