@@ -5,7 +5,8 @@ the reference: `strict`, `native` (Megatron-core's), `native-vllm` and `native-v
 it). Those that give the reported bits are believed, or else those that come nearest. `--rollout-ops` and
 `--trainer-ops` name the ops instead: one of these, `none`, or MODULE:NAME of a foreign engine's stand-in: a function
 that takes the reference (`rl_kernel.reference.ops.Reference`) and returns an object with its op methods, or a subclass
-of it.
+of it. `--causes 60` first searches for causes, for up to a minute a side: beside a live job a search ends after
+`diagnose_seconds`, which is short for a large model.
 
 Exit code 0 where every replayed side agrees with the reference, 1 where one differs, 2 where it cannot be replayed.
 """
@@ -23,6 +24,7 @@ from auditor.errors import AuditorError, ConfigError
 from auditor.object_store import StoreAccess
 from auditor.recompute_worker import Models, decoder_of, temperature_of
 from auditor.records import Record
+from auditor.replay.causes import search
 from auditor.replay.engines import OURS, load_ops
 from auditor.replay.report import Match, Question, Replayed, lines, match, replay
 from auditor.weights_place import WeightsPlace
@@ -39,6 +41,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--weights-root", required=True, help="folder or s3:// URL with v000001, v000002, …")
     parser.add_argument("--weights-cache", default="", help="folder for copies, where the root is a URL")
     parser.add_argument("--store-endpoint", default="", help="URL of an S3 service that is not Amazon's")
+    parser.add_argument("--causes", type=float, default=0.0, metavar="SECONDS", help="default: 0, no search")
     parser.add_argument("--rollout-ops", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--trainer-ops", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--tensors", type=Path, help="where the first differing call's tensors go, as .npz")
@@ -47,6 +50,8 @@ def main(arguments: list[str]) -> int:
         capsule = read_capsule(given.capsule)
         place = WeightsPlace(given.weights_root, given.weights_cache, access=StoreAccess(given.store_endpoint))
         models = Models(place.open())
+        if given.causes > 0:
+            print("\n".join(search(capsule, models, given.causes)), flush=True)
         sides = ((capsule.rollout, given.rollout_ops), (capsule.trainer, given.trainer_ops))
         return max(_side(capsule, models, record, ops, given.tensors) for record, ops in sides)
     except (AuditorError, RlKernelError, OSError) as error:

@@ -180,6 +180,22 @@ def test_what_the_reference_cannot_follow_is_one_line(
     assert capsys.readouterr().err.startswith(f"replay: {said}")
 
 
+def test_causes_are_searched_for_as_long_as_is_asked(
+    weights_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollout, trainer = true_pair(weights_root, "a")
+    decoder = Decoder.open(weights_root / "v000001", CONTRACT)
+    (hot,) = decoder.logprobs([rollout.tokens.astype(np.int64)], [8], 2.0)
+    command = [*frozen(tmp_path, rollout, replace(trainer, logprobs=hot)), "--weights-root", str(weights_root)]
+    assert main([*command, "--causes", "60"]) == 1
+    assert capsys.readouterr().out.startswith("cause temperature (1.00): the values are those of temperature 2,")
+    assert main(command) == 1
+    assert "cause" not in capsys.readouterr().out
+    command = [*frozen(tmp_path, rollout, replace(trainer, weight_version=2)), "--weights-root", str(weights_root)]
+    main([*command, "--causes", "60"])
+    assert capsys.readouterr().out.startswith("cause stale_weights (")
+
+
 def test_tokens_that_a_trainer_did_not_send_are_not_guessed(
     weights_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
