@@ -12,6 +12,7 @@ import numpy as np
 
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
+from auditor.causes.merged import merged
 from auditor.causes.oracle import I64, Oracle
 from auditor.causes.search import Candidate, Model, nearest, nearest_model
 from rl_kernel.reference.model import Decoder
@@ -196,6 +197,10 @@ def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
             there = edit.at(*((layer, 0) for layer in layers))
             said = f"an attention in which, in layers {', '.join(map(str, layers))}, {name}"
             yield Model(cause, said, edited(oracle.decoder, there))
+    for name, attention in merged(len(evidence.rollout.tokens)):
+        yield Model.of(
+            oracle.decoder, "context_parallel", f"an attention in which {name}", Edit("attention", attention)
+        )
 
 
 def some_layers(count: int) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from auditor.causes.edits import Edit, edited
 from auditor.causes.kv import lost_blocks
 from auditor.causes.prompt import chunk_of_the_prompt
 from auditor.causes.routing import other_experts
-from auditor.causes.seen import Part, missing, seeing, without
+from auditor.causes.seen import Part, attention_mask, missing, seeing, without
 from auditor.causes.stepwise import row_by_row
 from auditor.causes.stored import stored_in_fewer_bits
 from auditor.causes.tenants import other_tenants
@@ -160,3 +160,22 @@ def test_an_engine_s_own_arithmetic_is_no_cache_in_fewer_bits(world: World, samp
     native = world.logprobs(replace(decoder, reference=broken(Native, decoder.reference)), sample)
     for search in (stored_in_fewer_bits, other_tenants):
         assert said(search, world, sample, native) is None
+
+
+def test_slices_that_are_merged_without_their_weights_are_context_parallel(world: World, sample: Drawn) -> None:
+    def unweighted(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        out, m, l = plain.attention(q, k, v, cu_q, cu_k)
+        for row in range(48, len(q)):
+            parts = [
+                plain.attention(
+                    q[row : row + 1], k[a:b].copy(), v[a:b].copy(), *(np.array([0, n], np.int32) for n in (1, b - a))
+                )
+                for a, b in ((0, 48), (48, row + 1))
+            ]
+            out[row] = to_bf16((from_bf16(parts[0][0][0]) + from_bf16(parts[1][0][0])) * np.float32(0.5))
+        return out, m, l
+
+    suggestion = said(attention_mask, world, sample, under(world, sample, unweighted))
+    assert suggestion is not None
+    assert (suggestion.cause, suggestion.score > 0.8) == ("context_parallel", True)
+    assert "2 slices' keys give is put together as if each weighed the same" in suggestion.evidence
