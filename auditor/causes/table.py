@@ -8,6 +8,7 @@ import numpy as np
 
 from auditor.causes.activations import products_in_fewer_bits
 from auditor.causes.altered import altered_weights
+from auditor.causes.constants import other_constants
 from auditor.causes.context import cut_in_front, more_in_front, part_of_the_prompt
 from auditor.causes.context_parallel import slice_edges
 from auditor.causes.evidence import SETTLED, STRONG, Evidence, Suggestion
@@ -88,6 +89,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     chunk_of_the_prompt,
     other_prompt,
     other_model,
+    other_constants,
     rope,
     sampler_defaults,
     mixed_weights,
@@ -105,7 +107,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
 )
 COMPUTED: Final[tuple[Compute, ...]] = (*OF_ROWS, *OF_MODELS)
 # Where values are wrong by themselves; whole models may have said them one by one, as a draft's does.
-BY_THEMSELVES: Final[tuple[Compute, ...]] = (*OF_ROWS, other_model, sampler_defaults, two_steps)
+BY_THEMSELVES: Final[tuple[Compute, ...]] = (*OF_ROWS, other_model, other_constants, sampler_defaults, two_steps)
 
 
 def diagnose(evidence: Evidence, oracle: Oracle | None) -> tuple[Suggestion, ...]:

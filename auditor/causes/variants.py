@@ -7,51 +7,23 @@ from typing import Any, Final
 
 import numpy as np
 
+from auditor.causes.constants import scaled
 from auditor.causes.edits import Edit, edited
-from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
-from auditor.causes.fit import best_fit, few_digits
+from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import Oracle
-from auditor.causes.search import Candidate, Model, nearest, nearest_model
+from auditor.causes.search import Model, nearest_model
 from auditor.causes.seen import some_layers
-from rl_kernel.reference import _reference
 from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I32, I64, Bits, Reference, narrow, widen
 
 _EPSILONS: Final = (1e-6, 1e-5, 1e-8, 1e-12, 1e-4, 1e-3)
-_ROWS: Final = 4  # wrong rows on which a scale is fitted
-_PROMISING: Final = 0.8  # of the difference
-_CAPS: Final = (50.0, 30.0, 20.0)
 
 
 def other_model(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """What explains most of the difference is named."""
-    best = nearest_model(evidence, oracle, _models(oracle))
-    if evidence.begins is None and (best is None or best.score < CERTAIN):
-        scaled = nearest(evidence, oracle, _fitted_scale(evidence, oracle))
-        best = scaled if scaled and (best is None or scaled.score > best.score) else best
-    if best is not None:
+    if best := nearest_model(evidence, oracle, _models(oracle)):
         yield best
-
-
-def _fitted_scale(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
-    """Scores multiplied by a number that nobody writes down, as a length's scaling or a cache's own scale is."""
-    window, own = oracle.window, oracle.decoder.config.head_dim**-0.5
-    few = np.flatnonzero(evidence.differs[window] & np.isfinite(evidence.found[window]))[:_ROWS]
-    found, truth = (values[window][few].astype(np.float64) for values in (evidence.found, evidence.truth))
-    if few.size < _ROWS:
-        return
-
-    def under(factor: float) -> Decoder:
-        return edited(oracle.decoder, Edit("attention", _scaled(own * factor)))
-
-    def error(factor: float) -> float:
-        return float(np.abs(oracle.logprobs_of_rows(under(factor), few) - found).mean())
-
-    hopeless = _PROMISING * float(np.abs(truth - found).mean())
-    fitted = best_fit(error, 0.25, 4.0, grid=13, steps=12, hopeless=hopeless)
-    for factor in few_digits(fitted) if fitted is not None else []:
-        yield "model_config", f"scores multiplied by {factor:g}", oracle.logprobs(under(factor))
 
 
 def _models(oracle: Oracle) -> Iterator[Model]:
@@ -91,17 +63,21 @@ def _edits(decoder: Decoder) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     for root, name in ((config.hidden / config.heads, "hidden / heads"), (1.0, "1"), (dim * dim, "its square")):
         if root != dim:
             said = f"scores divided by the root of {name}, not of the head's {dim}"
-            yield "attention", said, _scaled(float(root) ** -0.5)
+            yield "attention", said, scaled(float(root) ** -0.5)
     if 1 < config.kv_heads < config.heads:
         yield "attention", "query heads in other groups", _regrouped
-    for cap in _CAPS:
-        yield "attention", f"scores softly capped at {cap:g}", _capped(cap)
     yield "rope", "a rotation of neighbouring values", _interleaved
     yield "rope", "queries and keys that are not rotated", lambda plain, x, cos, sin, positions: x
     for share in (0.5, 0.25, 0.75):
         if turned := round(share * dim / 2):
             yield "rope", f"a rotation of {share:g} of each head", _partly_rotated(config, turned)
     yield "swiglu", "GELU for SiLU", _gelu
+    yield "swiglu", "ReLU for SiLU", partial(_activated, lambda gate: np.maximum(gate, 0))
+    yield "swiglu", "the square of ReLU for SiLU", partial(_activated, lambda gate: np.maximum(gate, 0) ** 2)
+    yield "swiglu", "no activation", partial(_activated, lambda gate: gate)
+    yield "rms_norm", "norms that take the mean off", _centred
+    if config.qk_norm:
+        yield "rms_norm", "norms of queries and keys over all heads together", _over_heads
     yield "residual_add", "a block that adds nothing", lambda plain, block, stream: stream
     yield "residual_add", "a block without its residual", lambda plain, block, stream: block
 
@@ -129,33 +105,6 @@ def _without_weights(name: str, weight: Bits, part: str) -> Bits:
 
 def _with_epsilon(epsilon: float) -> Callable[..., Any]:
     return lambda plain, x, w, eps: plain.rms_norm(x, w, epsilon)
-
-
-def _scaled(scale: float) -> Callable[..., Any]:
-    def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
-        out = np.empty_like(q)
-        m, l = np.empty(q.shape[:2], np.float32), np.empty(q.shape[:2], np.float32)
-        factor = np.float32(np.log2(np.e) * scale)
-        _reference.attention(out, m, l, q, k, v, cu_q, cu_k, factor, plain.kv_partial, plain.mma, plain.exp2_model)
-        return out, m, l
-
-    return attention
-
-
-def _capped(cap: float) -> Callable[..., Any]:
-    def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
-        """In fp32, not in the contract's order: what it gives is near, not equal."""
-        group = q.shape[1] // k.shape[1]
-        keys, values = (np.repeat(widen(a), group, axis=1) for a in (k, v))
-        scores = np.einsum("thd,shd->hts", widen(q), keys) / np.float32(np.sqrt(q.shape[2]))
-        scores = np.float32(cap) * np.tanh(scores / np.float32(cap))
-        scores[:, np.triu(np.ones((len(q), len(k)), np.bool_), 1)] = -np.inf
-        p = np.exp(scores - scores.max(axis=2, keepdims=True))
-        out = np.einsum("hts,shd->thd", p / p.sum(axis=2, keepdims=True), values)
-        nothing = np.zeros(q.shape[:2], np.float32)
-        return narrow(out), nothing, nothing
-
-    return attention
 
 
 def _regrouped(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
@@ -198,6 +147,24 @@ def _norms_behind_rotations() -> tuple[Edit, Edit]:
         return plain.rms_norm(plain.rope(x, cos, sin, positions), *waiting.pop(0))
 
     return Edit("rms_norm", rms_norm), Edit("rope", rope)
+
+
+def _activated(activation: Callable[[F32], F32], plain: Reference, x: Bits) -> Bits:
+    gate, up = (widen(part) for part in np.split(x, 2, axis=1))
+    return narrow((activation(gate) * up).astype(np.float32))
+
+
+def _centred(plain: Reference, x: Bits, w: Bits, eps: float) -> Bits:
+    wide = widen(x)
+    return plain.rms_norm(narrow(wide - wide.mean(axis=-1, keepdims=True)), w, eps)
+
+
+def _over_heads(plain: Reference, x: Bits, w: Bits, eps: float) -> Bits:
+    if x.ndim == 2:
+        return plain.rms_norm(x, w, eps)
+    wide = widen(x)
+    inverse = 1 / np.sqrt((wide * wide).mean(axis=(1, 2), keepdims=True) + np.float32(eps))
+    return narrow((wide * inverse * widen(w)).astype(np.float32))
 
 
 def _gelu(plain: Reference, x: Bits) -> Bits:
