@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from auditor.causes.edits import Edit, edited
-from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
+from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.merged import merged
 from auditor.causes.oracle import I64, Oracle
 from auditor.causes.search import Candidate, Model, nearest, nearest_model
@@ -36,11 +36,13 @@ _PADS: Final = 6  # ids that are tried as that of pads
 
 def attention_mask(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Try what masks people get wrong, and whatever may be lost where the first value is wrong."""
-    best = nearest_model(evidence, oracle, _models(evidence, oracle))
-    if evidence.begins is None and (best is None or best.score < CERTAIN):
-        closer = nearest(evidence, oracle, _closest_windows(evidence, oracle))
-        best = closer if closer and (best is None or closer.score > best.score) else best
-    if best is not None:
+    if best := nearest_model(evidence, oracle, _models(evidence, oracle)):
+        yield best
+
+
+def short_windows(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """Windows shorter than the prompt, where nothing tells in which layers and heads they are."""
+    if evidence.begins is None and (best := nearest(evidence, oracle, _closest_windows(evidence, oracle))):
         yield best
 
 
@@ -220,9 +222,7 @@ def _masks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, str, Mask]
     if first is not None:
         yield "attention_mask", f"tokens see {first} back", window(first)
         yield from _lost(oracle, first)
-    for pad in _pads(oracle, first):
-        name = f"nothing sees tokens of id {pad}, as where that is taken for a pad's"
-        yield "attention_mask", name, without_keys(np.flatnonzero(oracle.tokens == pad))
+    yield from (("attention_mask", name, mask) for name, mask in of_pads(oracle, first))
     for size in _WINDOWS:
         if size < total:
             yield "attention_mask", f"tokens see {size} back", window(size)
@@ -234,6 +234,13 @@ def _masks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, str, Mask]
         if size < total:
             name = f"each chunk of {size} tokens sees itself only"
             yield "kv_boundary", name, slices(list(range(size, total, size)))
+
+
+def of_pads(oracle: Oracle, first: int | None) -> Iterator[tuple[str, Mask]]:
+    """What is not seen where an id is taken for that of pads. first: the first wrong row, or None."""
+    for pad in _pads(oracle, first):
+        name = f"nothing sees tokens of id {pad}, as where that is taken for a pad's"
+        yield name, without_keys(np.flatnonzero(oracle.tokens == pad))
 
 
 def _pads(oracle: Oracle, first: int | None) -> list[int]:

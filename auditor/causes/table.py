@@ -17,6 +17,7 @@ from auditor.causes.head import low_precision_head, low_precision_output, low_pr
 from auditor.causes.kv import boundary, lost_blocks, stale_kv
 from auditor.causes.logits import logit_processor
 from auditor.causes.lookup import other_token, value_order
+from auditor.causes.masked import masked_in_part
 from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
 from auditor.causes.nonfinite import nonfinite
 from auditor.causes.oracle import Oracle, OutOfBudget
@@ -94,6 +95,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     sampler_defaults,
     mixed_weights,
     other_tenants,
+    masked_in_part,
     rounded_weights,
     products_in_fewer_bits,
     stored_in_fewer_bits,

@@ -9,6 +9,7 @@ import pytest
 from auditor.causes.edits import Edit, edited
 from auditor.causes.inputs import cause_of_failure
 from auditor.causes.kv import stale_kv
+from auditor.causes.masked import masked_in_part
 from auditor.causes.prompt import alone, chunk_of_the_prompt, one_more_token, other_prompt
 from auditor.causes.rope import rope
 from auditor.causes.seen import Mask, Part, attention_mask, missing, of_ranks, seeing, window, without_keys
@@ -156,7 +157,7 @@ def test_a_part_of_the_prompt_that_sees_itself_only_is_found(world: World, sampl
 
 def test_a_window_shorter_than_the_prompt_is_found_in_its_layer_with_its_sinks(world: World, sample: Drawn) -> None:
     wrong = under(world, sample, window(17, 2), 1)
-    certain(attention_mask, world, sample, wrong, "attention_mask", "in layers 1, tokens see 17 back and the first 2")
+    certain(masked_in_part, world, sample, wrong, "attention_mask", "in layer 1, tokens see 17 back and the first 2")
 
 
 def test_slices_that_a_rank_does_not_see_are_context_parallel(world: World, sample: Drawn) -> None:

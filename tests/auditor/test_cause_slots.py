@@ -10,9 +10,10 @@ import pytest
 from auditor.causes.context import part_of_the_prompt
 from auditor.causes.edits import Edit, edited
 from auditor.causes.kv import lost_blocks
+from auditor.causes.masked import masked_in_part
 from auditor.causes.prompt import chunk_of_the_prompt
 from auditor.causes.routing import other_experts
-from auditor.causes.seen import Part, attention_mask, missing, seeing, without
+from auditor.causes.seen import Part, attention_mask, missing, seeing, window, without
 from auditor.causes.stepwise import row_by_row
 from auditor.causes.stored import stored_in_fewer_bits
 from auditor.causes.tenants import other_tenants
@@ -179,3 +180,36 @@ def test_slices_that_are_merged_without_their_weights_are_context_parallel(world
     assert suggestion is not None
     assert (suggestion.cause, suggestion.score > 0.8) == ("context_parallel", True)
     assert "2 slices' keys give is put together as if each weighed the same" in suggestion.evidence
+
+
+def test_a_window_on_one_rank_in_one_layer_is_told(world: World, sample: Drawn) -> None:
+    def second_head(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        both: Any = zip(
+            *(change(plain, q, k, v, cu_q, cu_k) for change in (Reference.attention, seeing(window(20)))), strict=True
+        )
+        return tuple(np.concatenate([a[:, :2], b[:, 2:]], axis=1) for a, b in both)
+
+    wrong = under(world, sample, second_head, 1)
+    certain(masked_in_part, world, sample, wrong, "attention_mask", "on rank 1 of 2 in layer 1, tokens see 20 back")
+
+
+def test_short_windows_are_told_where_the_model_cannot_be_run_back(
+    world: World, sample: Drawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("auditor.causes.slots.response_of", lambda oracle, rows: None)
+    wrong = under(world, sample, seeing(window(18)), 0)
+    certain(masked_in_part, world, sample, wrong, "attention_mask", "in layers 0, tokens see 18 back")
+    wrong = with_old_block(world, sample)
+    certain(other_tenants, world, sample, wrong, "stale_kv", "tokens 16 to 31 of weight version")
+
+
+def with_old_block(world: World, sample: Drawn) -> Logprobs:
+    old, layer = kv_of(world, world.decoder(sample.version - 1), sample.tokens), iter((0, 1))
+
+    def block(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        k, v = k.copy(), v.copy()
+        for own, foreign in zip((k, v), old[next(layer)], strict=True):
+            own[16:32] = foreign[16:32]
+        return plain.attention(q, k, v, cu_q, cu_k)
+
+    return under(world, sample, block)
