@@ -16,7 +16,7 @@ def filler(evidence: Evidence) -> Iterator[Suggestion]:
     0 is never certain: a filter that keeps one token gives it exactly 0 too, and is then the better explanation.
     """
     zero = (evidence.found == 0.0) & evidence.differs & (evidence.truth < -1e-6)
-    put = zero if zero.any() else _one_number(evidence)
+    put = zero | _others(evidence, zero) if zero.any() else _one_number(evidence)
     differing = int(evidence.differs.sum())
     if not put.any() or differing == 0:
         return
@@ -30,6 +30,14 @@ def filler(evidence: Evidence) -> Iterator[Suggestion]:
         + (" (the last token, as a forced end would have it)" if last else "")
         + f"; the reference has {evidence.truth[at[0]]:.4f} there",
     )
+
+
+def _others(evidence: Evidence, zero: np.ndarray) -> np.ndarray:
+    """Bool [R]: beside zeros, where the side has another number that it has no less often than anything by chance."""
+    rest = evidence.differs & ~zero & np.isfinite(evidence.found)
+    numbers, times = np.unique(evidence.found[rest], return_counts=True)
+    again: np.ndarray = rest & np.isin(evidence.found, numbers[times >= _AGAIN])
+    return again
 
 
 def _one_number(evidence: Evidence) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,8 @@ from auditor.compare import Logprobs
 from rl_kernel.reference.ops import I64, narrow, widen
 
 _LARGEST: Final = 1 << 28  # bytes of an output layer that is rounded
+
+_PARTS: Final = (2, 4, 8, 3)
 
 Rounding = Callable[[F32], F32]
 Rows = I64 | slice
@@ -87,6 +90,12 @@ def _of_products(oracle: Oracle) -> Iterator[tuple[str, OfRows]]:
         ):
             product = partial(_product, oracle, of_hidden=of_hidden, of_weights=of_weights)
             yield f"an output layer with its {what} {name}", partial(_read, oracle, logits=product)
+    for parts in _PARTS:
+        for name, rounded in _ROUNDINGS[:2]:
+            for last in (True, False):
+                product = partial(_of_parts, oracle, parts=parts, rounded=rounded, last=last)
+                how = f"an output layer summed of {parts} parts in {name}{', and their sum' if last else ''}"
+                yield how, partial(_read, oracle, logits=product)
 
 
 def _in_few_bits() -> Iterator[tuple[str, Coarse]]:
@@ -105,6 +114,17 @@ def _product(oracle: Oracle, rows: Rows, of_hidden: Coarse | None, of_weights: C
     return oracle.decoder.reference.gemm_fp32(
         of_hidden(hidden) if of_hidden else hidden, of_weights(weights) if of_weights else weights
     )
+
+
+def _of_parts(oracle: Oracle, rows: Rows, parts: int, rounded: Rounding, last: bool) -> F32:
+    """The product cut along what it sums over, each part rounded, and what they add up to where `last`."""
+    hidden, weights = oracle.own_hidden[oracle.rows[rows]], oracle.head_weights
+    cuts = [round(at * weights.shape[1] / parts) for at in range(parts + 1)]
+    total = np.zeros((len(hidden), len(weights)), np.float32)
+    for a, b in pairwise(cuts):
+        part = oracle.decoder.reference.gemm_fp32(hidden[:, a:b].copy(), weights[:, a:b].copy())
+        total = rounded(total + rounded(part)) if last else total + rounded(part)
+    return total
 
 
 def _summed(oracle: Oracle, rows: Rows, made: Callable[[F32, F32, Rounding], Logprobs], rounded: Rounding) -> Logprobs:

@@ -1,12 +1,16 @@
 """Why two sides were not comparable: the field that failed often names the cause by itself."""
 
 import numpy as np
+import numpy.typing as npt
 
 from auditor.causes.evidence import CERTAIN, STRONG, Suggestion
 from auditor.preconditions import UNKNOWN, NotComparable
 from auditor.records import RolloutRecord, TrainerRecord
 
+Ids = npt.NDArray[np.uint32]
+
 _START = 2  # tokens that stand at the beginning of every sequence, or do not
+_PART = 4  # tokens that were taken out, and not joined
 _PLACES = 256  # where a part may begin
 
 # field → cause, where the field says it all
@@ -64,27 +68,44 @@ def _tokens(rollout: RolloutRecord, trainer: TrainerRecord, values: str) -> Sugg
     ours, theirs = rollout.tokens, trainer.tokens
     if theirs is None:
         return Suggestion("retokenisation", 0.5, f"{values}; the trainer sent no ids to look at")
-    shorter = min(len(ours), len(theirs))
-    if len(ours) != len(theirs) and np.array_equal(ours[:shorter], theirs[:shorter]):
-        return Suggestion("truncation", CERTAIN, f"{values}: the shorter sequence is the beginning of the longer one")
-    if len(ours) != len(theirs) and np.array_equal(ours[-shorter:], theirs[-shorter:]):
-        more = max(len(ours), len(theirs)) - shorter
-        if more <= _START:
-            said = f"{values}: they are the same behind {more} token(s) in front, as of a start that one side has"
-            return Suggestion("retokenisation", STRONG, said)
-        return Suggestion("truncation", CERTAIN, f"{values}: the shorter sequence is the end of the longer one")
-    longer, part = (ours, theirs) if len(ours) > shorter else (theirs, ours)
-    if len(longer) > shorter and _inside(part, longer):
-        return Suggestion("truncation", CERTAIN, f"{values}: the shorter sequence is a part of the longer one")
-    at = int(np.flatnonzero(ours[:shorter] != theirs[:shorter])[0])
-    tail = 0
-    while tail < shorter - at and ours[len(ours) - 1 - tail] == theirs[len(theirs) - 1 - tail]:
-        tail += 1
+    longer, part = (ours, theirs) if len(ours) > len(theirs) else (theirs, ours)
+    more, head, tail = len(longer) - len(part), _alike(longer, part), _alike(longer[::-1], part[::-1])
+    if tail == len(part) and 0 < more <= _START:
+        said = f"{values}: they are the same behind {more} token(s) in front, as of a start that one side has"
+        return Suggestion("retokenisation", STRONG, said)
+    if more and (cut := _cut_short(longer, part, head, tail)):
+        score, how = cut
+        return Suggestion("truncation", score, f"{values}: the shorter sequence is {how}")
     return Suggestion(
         "retokenisation",
         STRONG,
-        f"{values}: ids differ from token {at} on ({int(ours[at])} and {int(theirs[at])}), the last {tail} are equal",
+        f"{values}: ids differ from token {head} on ({int(ours[head])} and {int(theirs[head])}),"
+        f" the last {min(tail, len(part) - head)} are equal",
     )
+
+
+def _cut_short(longer: Ids, part: Ids, head: int, tail: int) -> tuple[float, str] | None:
+    """What was cut off, or out; head, tail: how many tokens are the same from the beginning, and from the end."""
+    more = len(longer) - len(part)
+    if head == len(part):
+        return CERTAIN, "the beginning of the longer one"
+    if tail == len(part):
+        return CERTAIN, "the end of the longer one"
+    if _inside(part, longer):
+        return CERTAIN, "a part of the longer one"
+    if more > _START and head >= len(part) - _START:
+        last = len(part) - head
+        return STRONG, f"the beginning of the longer one but for its last {last} token(s), as of an end put there"
+    if more >= _PART and head + tail >= len(part):
+        return STRONG, f"the longer one without {more} tokens from {head} on"
+    return None
+
+
+def _alike(a: Ids, b: Ids) -> int:
+    """How many tokens are the same from the beginning."""
+    count = min(len(a), len(b))
+    differs = np.flatnonzero(a[:count] != b[:count])
+    return int(differs[0]) if differs.size else count
 
 
 def _inside(part: np.ndarray, longer: np.ndarray) -> bool:

@@ -20,6 +20,8 @@ _LEAST: Final = 8
 _BESIDE: Final = 4  # tokens away
 _RUNS: Final = 12  # pieces of an order that are told
 _NEAR: Final = 1
+_A_PIECE: Final = 4  # tokens of a turn at least
+_A_TURN: Final = 2  # tokens that a turn gains or loses
 
 
 def value_order(evidence: Evidence) -> Iterator[Suggestion]:
@@ -47,6 +49,12 @@ def value_order(evidence: Evidence) -> Iterator[Suggestion]:
         yield Suggestion("off_by_one", IN_PART if exact else STRONG, said)
         return
     pieces = ", ".join(f"from {at} those of {int(origin[at])} on" for at in starts[:_RUNS])
+    # Beyond an end of the response its last value is said again.
+    cut_off = [at for at in starts if at == starts[0] or 0 < origin[at] < len(found) - 1]
+    if len(found) >= _A_PIECE * len(cut_off) and _ever_further(lag[cut_off]):
+        said = f"the values are the reference's, ever further away: {pieces}"
+        yield Suggestion("off_by_one", CERTAIN if exact else IN_PART, said)
+        return
     cut = _slices(evidence, starts, origin)
     over = f"at the edges of {cut} slices of the sequence" if cut else f"in {len(starts)} pieces"
     yield Suggestion(
@@ -79,6 +87,12 @@ def other_token(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         f" token {token} where {int(oracle.targets[at])} stands"
         + (f"; they stand at the edges of {cut} slices of the sequence" if cut else ""),
     )
+
+
+def _ever_further(lags: np.ndarray) -> bool:
+    """Whether each piece lies a token or two further away than the one before, as where each turn loses one."""
+    steps = np.diff(lags)
+    return bool(len(lags) > 2 and ((steps > 0).all() or (steps < 0).all()) and np.abs(steps).max() <= _A_TURN)
 
 
 def _slices(evidence: Evidence, starts: list[int], origin: np.ndarray) -> int:

@@ -162,6 +162,12 @@ class Oracle:
         other.__dict__["own_logits"] = logits
         return other
 
+    def at_temperature(self, temperature: float) -> "Oracle":
+        """The same sample at another temperature, for what is done to its logits besides."""
+        other = copy.copy(self)
+        other.said, other.temperature = [], temperature
+        return other
+
     def check_budget(self) -> None:
         """OutOfBudget where nothing more may be computed."""
         if self._budget <= 0 or time.monotonic() > self._deadline:

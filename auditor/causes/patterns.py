@@ -17,6 +17,8 @@ _BEYOND: Final = 3.0  # times the noise: more than another order of sums makes
 BEYOND_BY_BOTH: Final = 5.0  # the same, where neither side computes as the reference does
 _FALLBACK: Final = 0.35  # much looks like it
 _TRENDING: Final = 0.42
+_FAR_BELOW: Final = 0.03
+_LEAST_OF_16_BITS: Final = 3e-5
 _LEAST: Final = 12
 _GROWTH: Final = 4.0
 _SHRINKING: Final = 1.3
@@ -34,8 +36,10 @@ def flat_last_bits(evidence: Evidence, noise: float | None) -> Iterator[Suggesti
     halves = [float(np.abs(half).mean()) for half in np.array_split(delta, 2)]
     flat = max(halves) < 4.0 * max(min(halves), 1e-12)
     score = 0.24 + 0.08 * both_signs + 0.08 * flat + 0.04 * (differing.size > 0.5 * delta.size)
+    # What any rounding inside of the model does is larger than this, where it does anything.
+    behind = noise is not None and _LEAST_OF_16_BITS < np.median(np.abs(delta)) < _FAR_BELOW * noise
     yield Suggestion(
-        "reduction_order",
+        "bf16_head" if behind and differing.size > _MOST_OF * delta.size else "reduction_order",
         score,
         f"{differing.size} of {delta.size} tokens differ, by {np.median(np.abs(differing)):.3g} in the median and"
         f" {np.abs(delta).max():.3g} at most, {'of both signs' if both_signs else 'mostly of one sign'}, "

@@ -22,6 +22,7 @@ _WINDOWS: Final = (16, 20, 24, 32, 40, 48, 50, 64, 100, 128, 256, 512, 1024)
 _MOST_WINDOWS: Final = 128  # windows that are all tried
 _LEFT: Final = 0.5  # of the difference: what a fit leaves at most
 _BEST: Final = 3
+_NEAR: Final = 4  # tokens
 _NOTHING: Final = 4e-3
 _STEP: Final = 1e-4
 _GRAMS: Final = (2, 3, 4, 5)
@@ -53,7 +54,7 @@ def penalties(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
         return
     rows = wrong[np.linspace(0, len(wrong) - 1, min(_ROWS, len(wrong))).astype(np.int64)]
     seen = _Seen(evidence, oracle, rows)
-    scopes = list(_scopes(oracle))
+    scopes = [*_scopes(oracle), *_since(oracle, int(oracle.rows[wrong[0]]))]
     fits = [(*seen.fit(scope), at) for at, scope in enumerate(scopes)]
     for error, values, at in sorted(fits, key=lambda fit: fit[::2])[:_BEST]:
         if error > _LEFT * seen.before:
@@ -122,6 +123,12 @@ def _scopes(oracle: Oracle, whole: bool = False) -> Iterator[_Scope]:
         yield _Scope(f"the last {size} tokens", 0, ever, size, 0)
         if size < total - prompt:
             yield _Scope(f"the last {size} tokens of the response", prompt, ever, size, 0)
+
+
+def _since(oracle: Oracle, row: int) -> Iterator[_Scope]:
+    """What is counted from some token of the response on, where `row` is the first that has something to count."""
+    for first in range(max(oracle.prompt_len + 1, row - _NEAR), row + 1):
+        yield _Scope(f"what came from token {first} on", first, 1 << 40, 1 << 40, 0)
 
 
 class _Seen:

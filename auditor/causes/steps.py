@@ -11,10 +11,15 @@ import numpy as np
 
 from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.head import low_precision_head
-from auditor.causes.lookup import value_order
+from auditor.causes.logits import logit_processor
+from auditor.causes.lookup import other_token, value_order
+from auditor.causes.masses import many_tokens
 from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
 from auditor.causes.oracle import Oracle, VersionUnavailable
 from auditor.causes.penalties import repeated
+from auditor.causes.shards import one_shard
+from auditor.causes.softmax import touched_tokens
+from auditor.causes.softmax_steps import rounded_steps
 from auditor.causes.temperature import temperature
 from auditor.causes.transform import value_transform
 from auditor.causes.truncation import truncation
@@ -23,6 +28,7 @@ from auditor.compare import Logprobs
 NEARLY: Final = 0.99 * STRONG
 _PENALTIES: Final = (1.05, 1.1)
 _OF_VALUES: Final = (shifted_values, shifted_from_a_point, value_order, value_transform)
+_OF_UNHEATED: Final = (rounded_steps, other_token, one_shard, touched_tokens, many_tokens, logit_processor)
 _OF_LOGITS: Final = (temperature, low_precision_head, wrong_row)
 
 
@@ -31,6 +37,9 @@ def two_steps(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     if oracle.temperature != 1.0:
         raw = oracle.from_logits(oracle.own_logits, 1.0)
         yield from _upon("temperature 1", raw, evidence, oracle)
+        upon, unheated = _with_truth(raw, evidence, oracle), oracle.at_temperature(1.0)
+        for compute in (*_OF_LOGITS[1:], *_OF_UNHEATED) if upon.differs.any() else ():
+            yield from (_beside("temperature 1", said) for said in compute(upon, unheated) if said.score >= NEARLY)
     stated = evidence.record.weight_version
     before = [version for version in sorted(oracle.versions, reverse=True) if version < stated]
     for version in dict.fromkeys([*before[:1], *before[-1:]]):

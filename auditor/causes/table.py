@@ -8,6 +8,8 @@ import numpy as np
 
 from auditor.causes.activations import products_in_fewer_bits
 from auditor.causes.altered import altered_weights
+from auditor.causes.bands import other_filters
+from auditor.causes.combined import combined_values
 from auditor.causes.constants import other_constants
 from auditor.causes.context import cut_in_front, more_in_front, part_of_the_prompt
 from auditor.causes.context_parallel import slice_edges
@@ -18,6 +20,7 @@ from auditor.causes.kv import boundary, lost_blocks, stale_kv
 from auditor.causes.logits import logit_processor
 from auditor.causes.lookup import other_token, value_order
 from auditor.causes.masked import masked_in_part
+from auditor.causes.masses import many_tokens
 from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
 from auditor.causes.nonfinite import nonfinite
 from auditor.causes.oracle import Oracle, OutOfBudget
@@ -32,13 +35,15 @@ from auditor.causes.routing import other_experts
 from auditor.causes.seen import attention_mask
 from auditor.causes.shards import one_shard
 from auditor.causes.softmax import tokens_forbidden, touched_tokens
+from auditor.causes.softmax_steps import rounded_steps
 from auditor.causes.steps import sampler_defaults, two_steps
 from auditor.causes.stepwise import row_by_row
 from auditor.causes.stored import stored_in_fewer_bits
 from auditor.causes.temperature import temperature
 from auditor.causes.tenants import other_tenants
-from auditor.causes.transform import unrelated_values, value_transform
+from auditor.causes.transform import value_transform
 from auditor.causes.truncation import truncation
+from auditor.causes.unrelated import other_response, unrelated_values
 from auditor.causes.variants import other_model
 from auditor.causes.weights import mixed_weights, stale_weights
 
@@ -71,11 +76,16 @@ LOOKS_LIKE: Final[tuple[Pattern, ...]] = (flat_last_bits, other_weights, trend, 
 OF_ROWS: Final[tuple[Compute, ...]] = (
     temperature,
     low_precision_head,
+    rounded_steps,
     wrong_row,
     other_token,
+    other_response,
     truncation,
     one_shard,
     touched_tokens,
+    many_tokens,
+    other_filters,
+    combined_values,
     logit_processor,
     stale_weights,
 )

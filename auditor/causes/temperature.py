@@ -28,9 +28,19 @@ def temperature(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     best = nearest(evidence, oracle, _candidates(oracle, heats))
     if best is not None:
         yield best
-    for rising in (True, False):
-        if said := _schedule(rows, heats, rising):
-            yield said
+    by_entropy = np.argsort(_entropies(oracle, rows), kind="stable")
+    for order, along in ((np.arange(len(rows)), ""), (by_entropy, ", in the order of the rows' entropies")):
+        for rising in (True, False):
+            if said := _schedule(rows[order], heats[order], rising, along):
+                yield said
+
+
+def _entropies(oracle: Oracle, rows: np.ndarray) -> F64:
+    z = oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64)
+    z -= z.max(axis=1, keepdims=True)
+    mass = np.exp(z)
+    entropies: F64 = np.log(mass.sum(axis=1)) - (mass * z).sum(axis=1) / mass.sum(axis=1)
+    return entropies
 
 
 def _candidates(oracle: Oracle, heats: F64) -> Iterator[Candidate]:
@@ -95,7 +105,7 @@ def _logp(gaps: F64, heat: F64) -> F64:
     return values
 
 
-def _schedule(rows: np.ndarray, heats: F64, rising: bool) -> Suggestion | None:
+def _schedule(rows: np.ndarray, heats: F64, rising: bool, along: str) -> Suggestion | None:
     """Every token has a temperature of its own, and they follow one another."""
     if len(rows) < _LEAST:
         return None
@@ -114,5 +124,5 @@ def _schedule(rows: np.ndarray, heats: F64, rising: bool) -> Suggestion | None:
         "temperature",
         STRONG,
         f"each value is that of a temperature of its own, from {ends[0]:.4g} at token {rows[0]} of the window to"
-        f" {ends[1]:.4g} at token {rows[-1]}, never turning back; {len(rows)} tokens were looked at",
+        f" {ends[1]:.4g} at token {rows[-1]}, never turning back{along}; {len(rows)} tokens were looked at",
     )

@@ -1,17 +1,17 @@
-"""Values made of the right ones: another base, a sign, probabilities for logarithms, a clamp, a mean, fewer digits.
-
-Or of no kinship with them at all: those of another sample.
-"""
+"""Values made of the right ones: another base, a sign, probabilities for logarithms, a clamp, a mean, fewer digits."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import HINT, IN_PART, STRONG, Evidence, Suggestion, correlation
+from auditor.causes.evidence import HINT, IN_PART, STRONG, Evidence, Suggestion
 
 _LEAST: Final = 12
-_STEPS: Final = 16  # of fp32, that a decimal is at least
+_STEPS: Final = 8  # of fp32, that a decimal is at least
+_PARTS: Final = 6  # of the smallest step between two values, that it may be several times
+_LEVELS: Final = 1 << 16
 _REACH: Final = 3  # tokens on each side that a mean is taken over
 _MORE_THAN_ROUNDING: Final = 0.01
 _MORE_THAN_LAST_BITS: Final = 1e-4
@@ -31,7 +31,8 @@ def value_transform(evidence: Evidence) -> Iterator[Suggestion]:
         yield Suggestion("value_transform", STRONG + 0.05, said)
         return
     for score, said in (
-        _in_digits(found, truth),
+        _in_turns(found, truth),
+        _on_a_grid(found, truth),
         _shifted(found, truth),
         *_of_each(found, truth),
         _mixed(found, truth),
@@ -107,16 +108,49 @@ def _one_value(found: np.ndarray, truth: np.ndarray) -> str:
     return f"all {found.size} values are {found[0]:.5g}" + (f", the {name} of the reference's" if name else "")
 
 
-def _in_digits(found: np.ndarray, truth: np.ndarray) -> Said:
-    """Rounded or cut to some decimals, as when they were printed."""
-    step = float(np.spacing(np.abs(found).max().astype(np.float32)))
-    for digits in range(7):
-        unit = 10.0**-digits
-        if unit < _STEPS * step:
-            break  # what fp32 holds has so few decimals by itself
-        exact = found.astype(np.float32) == np.round(found, digits).astype(np.float32)
-        if exact.all() and (np.abs(found - truth) < 1.01 * unit).all():
-            return STRONG, f"all values have at most {digits} decimals"
+def _on_a_grid(found: np.ndarray, truth: np.ndarray) -> Said:
+    """Rounded or cut to multiples of something, themselves or as probabilities: printed, or held in few bits."""
+    for of, side, right in (("values", found, truth), ("probabilities", np.exp(found), np.exp(truth))):
+        if side.max() > 1.0 and of == "probabilities":
+            break
+        above = np.unique(side) - side.min()
+        finest = float(np.diff(above).min(initial=np.inf))
+        blur = 4e-7 * np.abs(side).max() if of == "values" else 4e-7 * float((side * (1 - found)).max())
+        for part in range(1, _PARTS):
+            unit = finest / part
+            if not _STEPS * blur < unit < np.ptp(side) or np.ptp(side) > _LEVELS * unit:
+                continue
+            for far in above[1:].tolist():  # the farther, the better it is known
+                unit = far / max(1.0, np.rint(far / unit))
+            left = np.abs(above / unit - np.rint(above / unit)) * unit
+            if (left <= max(2 * blur, 0.01 * unit)).all() and _off_by(side - right, unit):
+                digits = round(-np.log10(unit))
+                decimal = abs(unit * 10.0**digits - 1.0) < 1e-3
+                how = f"have at most {digits} decimals" if decimal else f"lie {unit:.4g} apart, or a multiple of it"
+                return STRONG + 0.06, f"all {of} {how}"
+    return NOTHING
+
+
+def _off_by(errors: np.ndarray, unit: float) -> bool:
+    """Whether errors are those of rounding or cutting to a unit: none larger, and not all far smaller."""
+    size = np.abs(errors)
+    return bool((size < 1.02 * unit).all() and size.mean() > 0.05 * unit)
+
+
+def _in_turns(found: np.ndarray, truth: np.ndarray) -> Said:
+    """Runs of one number that sums up the right ones there, or sums that begin anew with each turn."""
+    edges = np.flatnonzero(np.diff(found) != 0.0) + 1
+    if edges.size and edges.size <= found.size // 3:
+        runs = [slice(a, b) for a, b in pairwise((0, *edges.tolist(), found.size))]
+        for name, of in (("means", np.mean), ("sums", np.sum), ("smallest", np.min), ("largest", np.max)):
+            if all(abs(of(truth[run]) - found[run][0]) < 1e-4 * (1 + abs(found[run][0])) for run in runs):
+                return STRONG + 0.06, f"the values are the {name} of {len(runs)} turns"
+    begun = np.abs(found - truth) < 1e-4
+    going = np.abs(np.diff(found) - truth[1:]) < 1e-4 * (1 + np.abs(found[1:]))
+    if (begun[1:] | going).all() and begun[0] and going.mean() > 0.5:
+        turns = int((~going).sum()) + 1
+        each = f" of each of {turns} turns" if turns > 1 else ""
+        return STRONG + 0.05, f"the values are sums from the first token on{each}"
     return NOTHING
 
 
@@ -151,23 +185,6 @@ def _mixed(found: np.ndarray, truth: np.ndarray) -> Said:
     if abs(trend[0]) > 1e-5 and np.abs(np.polyval(trend, count) - ratios).max() < 1e-4:
         return STRONG, f"each value is {np.exp(trend[0]):.4g} times as large, beside the reference's, as the one before"
     return NOTHING
-
-
-def unrelated_values(evidence: Evidence) -> Iterator[Suggestion]:
-    """As likely as right ones on the whole, and nothing to do with them token by token."""
-    found, truth = _finite(evidence)
-    if found.size < _LEAST or (np.abs(found - truth) > 0.05).mean() < 0.8:
-        return
-    alike = correlation(found, truth)
-    quarters = np.quantile(found, (0.25, 0.5, 0.75)), np.quantile(truth, (0.25, 0.5, 0.75))
-    spread = float(truth.std())
-    if abs(alike) < 0.35 and np.abs(quarters[0] - quarters[1]).max() < 0.75 * spread:
-        yield Suggestion(
-            "unrelated_values",
-            HINT,
-            f"correlation with the reference {alike:.2f}, though the values lie where its own do (medians"
-            f" {quarters[0][1]:.3g} and {quarters[1][1]:.3g}): as those of another sample would",
-        )
 
 
 def _finite(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
