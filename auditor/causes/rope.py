@@ -24,6 +24,7 @@ from auditor.causes.scalings import (
 )
 from auditor.causes.search import Candidate, Model, nearest, nearest_model
 from auditor.causes.seen import some_layers
+from auditor.causes.stepwise import Kept, Row
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I64, Bits, Reference
 
@@ -38,6 +39,9 @@ _ORIGINAL: Final = tuple(2**power for power in range(5, 18))
 _SKIPS: Final = (1, -1, 2, -2, 3, 4, 5, 8, 16)
 _STILL: Final = (3, 6, 12, 32, 128)  # tokens at one position
 _MOST_PADS: Final = 96
+_FARTHEST: Final = 256  # positions between prompt and response
+_TOGETHER: Final = 64
+_CLOSEST: Final = 12
 
 Stretch = tuple[str, float, float]  # kind, factor, original length
 Skip = tuple[int, int, int]  # from which token on, by how many, or for how many they stand still
@@ -47,7 +51,7 @@ def rope(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Try what people get wrong; the best one that explains enough is named."""
     best = nearest_model(evidence, oracle, _models(evidence, oracle))
     if evidence.begins is None and (best is None or (best.score < CERTAIN and best.cause == "rope_scaling")):
-        fits = chain(*(fit(evidence, oracle) for fit in (_stretched, _fitted, _skips)))
+        fits = chain(*(fit(evidence, oracle) for fit in (_stretched, _fitted, _far_away, _skips)))
         fitted = nearest(evidence, oracle, fits)
         if fitted is not None and (best is None or fitted.score > best.score):
             best = fitted
@@ -96,6 +100,26 @@ def _fitted(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
         fitted = best_fit(error, low, high, grid=12, steps=10, hopeless=0.8 * float(np.abs(truth - found).mean()))
         for value in few_digits(fitted) if fitted is not None else []:
             yield "rope_scaling", f"{name} {value:g}", oracle.logprobs(under(value))
+
+
+def _far_away(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    """Any number of positions between the prompt and the response: what makes its first rows' values."""
+    few, prompt, found = _few_wrong(evidence, oracle), oracle.prompt_len, evidence.found[oracle.window]
+    at = np.flatnonzero(oracle.rows == prompt)
+    if few.size < _FEW or not at.size or np.median(np.abs(evidence.delta[oracle.window][few])) < _ROUNDING:
+        return
+    kept, offsets = Kept(oracle), np.arange(-_FARTHEST, _FARTHEST + 1)
+    parts = np.array_split(offsets, 1 + offsets.size // _TOGETHER)
+    values = np.concatenate([kept.values(prompt, [Row(offset=int(by)) for by in part]) for part in parts])
+    where = np.arange(len(oracle.tokens), dtype=np.float64)
+    left: list[tuple[float, int]] = []
+    for by in offsets[np.argsort(np.abs(values - found[at[0]]))[:_CLOSEST]].tolist():
+        trial = oracle.logprobs_of_rows(edited(oracle.decoder, _turned(oracle, where + by * (where >= prompt))), few)
+        left.append((float(np.abs(trial - found[few]).mean()), by))
+    error, by = min(left)
+    if error < _PROMISING * float(np.abs(evidence.delta[oracle.window][few]).mean()):
+        moved = edited(oracle.decoder, _turned(oracle, where + by * (where >= prompt)))
+        yield "position_offset", f"response positions moved by {by:+d}", oracle.logprobs(moved)
 
 
 def _skips(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:

@@ -36,7 +36,7 @@ KINDS: Final = ("keys and values", "keys", "values")
 class Tenant:
     """What may stand in slots. name: with `{}` for the tokens.
 
-    of: layer and its own keys and values → what stands there; None where the slots are not seen at all.
+    of: layer and its own keys and values → what stands there; None where the slots are seen so many `times`.
     whole: whether the first slots are others for the last ones.
     """
 
@@ -45,6 +45,7 @@ class Tenant:
     of: Callable[[int, Bits, Bits], Kv] | None
     cost: float = 0.0
     whole: bool = False
+    times: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ class Slots:
         q, k, v, p, signal, lean = self._layers[at]
         group = len(q) // len(k)
         if tenant.of is None:
-            found = [-p / np.maximum(1 - p, np.float32(1e-6)) * lean]
+            now = tenant.times * p / (1 + (tenant.times - 1) * np.minimum(p, np.float32(1 - 1e-6)))
+            found = [(now - p) / np.maximum(1 - p, np.float32(1e-6)) * lean]
         else:
             other_k, other_v = (widen(a[: k.shape[1]]).transpose(1, 0, 2) for a in tenant.of(at, *self.kept[at][1:]))
             nearer = q @ np.repeat(other_k - k, group, axis=0).transpose(0, 2, 1) / np.float32(np.sqrt(q.shape[2]))
@@ -235,7 +237,8 @@ def _attention(place: Place, layer: int) -> Any:
         if since >= count:
             return own
         if of is None:
-            keys = np.r_[0 : place.first, place.last : count]
+            again = np.tile(np.arange(place.first, place.last), place.tenant.times)
+            keys = np.r_[0 : place.first, again, place.last : count]
             ends = np.array([0, count - since], np.int32), np.array([0, len(keys)], np.int32)
             other = plain.attention(q[since:].copy(), k[keys], v[keys], *ends)
         else:

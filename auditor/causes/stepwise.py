@@ -138,8 +138,9 @@ def _positions(oracle: Oracle, at: int, last: Row, before: Sequence[Row]) -> Ite
     """As the row before, standing still, then all others from near to far."""
     tried = [last.offset, last.offset - 1, last.offset + 1, 0, -at] if before else []
     far = min(_FARTHEST, max(2 * at, 64))
-    tried += [by for size in range(1, far + 1) for by in (size, -size) if at + by >= 0]
-    yield from (Row(offset=by) for by in dict.fromkeys(tried) if at + by >= 0)
+    # A rotation is relative: where those in front were moved on, a row stands further back than 0.
+    tried += [by for size in range(1, far + 1) for by in (size, -size)]
+    yield from (Row(offset=by) for by in dict.fromkeys(tried))
 
 
 def _masks(oracle: Oracle, at: int, last: Row, before: Sequence[Row]) -> Iterator[Row]:

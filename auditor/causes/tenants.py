@@ -95,6 +95,7 @@ def _tenants(evidence: Evidence, oracle: Oracle) -> Iterator[Tenant]:
             continue
         yield Tenant("stale_kv", f"{{}} of weight version {version}", partial(_of_layers, layers))
     yield Tenant("attention_mask", "nothing sees {}", None)
+    yield Tenant("kv_boundary", "{} are there twice", None, 1.0, times=2)
     yield Tenant("kv_boundary", "{} set to zero", lambda layer, k, v: (0 * k, 0 * v))
     for by in _SHIFTS:
         which = f"{abs(by)} slot{'s' if abs(by) > 1 else ''} {'behind' if by > 0 else 'before'}"

@@ -45,9 +45,8 @@ def _models(oracle: Oracle) -> Iterator[Model]:
     if config.qk_norm:
         name = "queries and keys that are rotated first and normalised then"
         yield Model("model_config", name, edited(decoder, *_norms_behind_rotations()))
-    for name, rounded in (("bf16", _in_bf16), ("fp16", _in_fp16)):
-        cos, sin = (rounded(table[: len(oracle.tokens)]) for table in decoder.rope)
-        yield Model("rope_precision", f"a rotary table in {name}", replace(decoder, rope=(cos, sin)))
+    for name, rope in _coarse_tables(oracle):
+        yield Model("rope_precision", name, replace(decoder, rope=rope))
     for count in dict.fromkeys((1, config.layers // 4, config.layers // 2, config.layers - 1)):
         if 0 < count < config.layers:
             cut = replace(decoder, config=replace(config, layers=count))
@@ -55,6 +54,26 @@ def _models(oracle: Oracle) -> Iterator[Model]:
     for name, change_of in _reweighted(decoder):
         weights = {n: change_of(n, w) for n, w in decoder.weights.items()}
         yield Model("model_config", name, replace(decoder, weights=weights))
+
+
+def _coarse_tables(oracle: Oracle) -> Iterator[tuple[str, tuple[F32, F32]]]:
+    """A rotary table, or what it is made of, in 16 bits."""
+    count = len(oracle.tokens)
+    where, turns = np.arange(count, dtype=np.float32)[:, None], oracle.frequencies.astype(np.float32)[None, :]
+    for name, rounded in (("bf16", _in_bf16), ("fp16", _in_fp16)):
+        cos, sin = (rounded(table[:count]) for table in oracle.decoder.rope)
+        yield f"a rotary table in {name}", (cos, sin)
+        made = (
+            ("frequencies", where.astype(np.float64) * rounded(turns)),
+            ("angles", rounded(where * turns)),
+            ("positions", rounded(where) * oracle.frequencies),
+            ("positions and frequencies, and their product,", rounded(rounded(where) * rounded(turns))),
+        )
+        for what, angle in made:
+            table = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+            yield f"a rotary table of {what} in {name}", table
+            if what != "frequencies":
+                yield f"a rotary table of {what} in {name}, itself in it, too", (rounded(table[0]), rounded(table[1]))
 
 
 def _edits(decoder: Decoder) -> Iterator[tuple[str, str, Callable[..., Any]]]:

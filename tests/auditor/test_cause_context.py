@@ -19,7 +19,7 @@ from auditor.compare import Logprobs
 from auditor.contracts import known_contracts
 from auditor.faults.ops import Kv, WrongKv, broken
 from auditor.faults.suite import kv_of, rotated
-from auditor.faults.world import Drawn, World
+from auditor.faults.world import Drawn, World, from_bf16, to_bf16
 from auditor.preconditions import first_failure
 from rl_kernel.reference.ops import I32, Bits, Reference
 from tests.auditor.diagnosis import certain, evidence_of, said
@@ -244,3 +244,15 @@ def test_what_a_side_did_not_report_is_no_cause_but_that(field: str) -> None:
     said = cause_of_failure(failure, rollout, silent)
     assert (said.cause, failure.field) == ("unreported", field)
     assert f"trainer must report {field}" in said.evidence
+
+
+def test_a_prompt_any_number_of_positions_away_is_found(world: World, sample: Drawn) -> None:
+    suggestion = said(rope, world, sample, positions(world, sample, lambda p: np.where(p < 24, p + 37, p)))
+    assert suggestion is not None
+    assert (suggestion.cause, suggestion.score > 0.8) == ("position_offset", True)
+    assert "response positions moved by -37" in suggestion.evidence
+
+
+def test_frequencies_in_sixteen_bits_are_told_from_a_table_in_them(world: World, sample: Drawn) -> None:
+    wrong = rotated(lambda w, s, p, f: (p, from_bf16(to_bf16(f.astype(np.float32))).astype(np.float64)))(world, sample)
+    certain(other_model, world, sample, wrong, "rope_precision", "table of frequencies in bf16")

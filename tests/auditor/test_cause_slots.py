@@ -213,3 +213,12 @@ def with_old_block(world: World, sample: Drawn) -> Logprobs:
         return plain.attention(q, k, v, cu_q, cu_k)
 
     return under(world, sample, block)
+
+
+def test_slots_that_decoding_reads_twice_are_told(world: World, sample: Drawn) -> None:
+    def again(count: int) -> list[Part]:
+        rows = [(0, 24, np.arange(24)), (24, count, np.r_[0:24, 16:24, 24:count])]
+        return [part for part in rows if part[0] < part[1] <= count]
+
+    wrong = under(world, sample, seeing(again))
+    certain(other_tenants, world, sample, wrong, "kv_boundary", "tokens 16 to 23 are there twice")
