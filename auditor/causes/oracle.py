@@ -51,7 +51,7 @@ class Oracle:
         window: tuple[int, int],
         versions: Sequence[int] = (),
         load: Callable[[int], Decoder] | None = None,
-        budget: float = 640,
+        budget: float = 760,
         seconds: float = math.inf,
     ) -> None:
         self.decoder = decoder

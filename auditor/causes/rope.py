@@ -8,6 +8,7 @@ import numpy as np
 
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
+from auditor.causes.factors import free_factors
 from auditor.causes.fit import best_fit, climbed, few_digits
 from auditor.causes.oracle import F64, Oracle
 from auditor.causes.scalings import (
@@ -51,7 +52,7 @@ def rope(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Try what people get wrong; the best one that explains enough is named."""
     best = nearest_model(evidence, oracle, _models(evidence, oracle))
     if evidence.begins is None and (best is None or (best.score < CERTAIN and best.cause == "rope_scaling")):
-        fits = chain(*(fit(evidence, oracle) for fit in (_stretched, _fitted, _far_away, _skips)))
+        fits = chain(*(fit(evidence, oracle) for fit in (_stretched, _fitted, _far_away, _skips, _of_each)))
         fitted = nearest(evidence, oracle, fits)
         if fitted is not None and (best is None or fitted.score > best.score):
             best = fitted
@@ -100,6 +101,11 @@ def _fitted(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
         fitted = best_fit(error, low, high, grid=12, steps=10, hopeless=0.8 * float(np.abs(truth - found).mean()))
         for value in few_digits(fitted) if fitted is not None else []:
             yield "rope_scaling", f"{name} {value:g}", oracle.logprobs(under(value))
+
+
+def _of_each(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    where = np.arange(len(oracle.tokens), dtype=np.float64)
+    yield from free_factors(evidence, oracle, lambda own: edited(oracle.decoder, _turned(oracle, where, own)))
 
 
 def _far_away(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:

@@ -32,7 +32,7 @@ def diagnose_sample(
     trainer: TrainerRecord,
     reference: ReferenceLogprobs,
     weights: Weights,
-    budget: float = 640,
+    budget: float = 760,
     seconds: float = math.inf,
 ) -> tuple[Suggestion, ...]:
     """Causes for each side that differs from the reference, ranked together. budget, seconds: for each side."""

@@ -256,3 +256,11 @@ def test_a_prompt_any_number_of_positions_away_is_found(world: World, sample: Dr
 def test_frequencies_in_sixteen_bits_are_told_from_a_table_in_them(world: World, sample: Drawn) -> None:
     wrong = rotated(lambda w, s, p, f: (p, from_bf16(to_bf16(f.astype(np.float32))).astype(np.float64)))(world, sample)
     certain(other_model, world, sample, wrong, "rope_precision", "table of frequencies in bf16")
+
+
+def test_factors_by_frequency_that_follow_no_rule_are_fitted(world: World, sample: Drawn) -> None:
+    factors = np.array([1, 1, 1.02, 1.05, 1.1, 1.3, 1.25, 1.9, 2.6, 2.4, 3.1, 3.3, 4.7, 4.2, 5.5, 5.0])
+    suggestion = said(rope, world, sample, rotated(lambda w, s, p, f: (p, f / factors))(world, sample))
+    assert suggestion is not None
+    assert (suggestion.cause, suggestion.score > 0.5) == ("rope_scaling", True)
+    assert "1.02, 1.05" in suggestion.evidence
