@@ -36,11 +36,11 @@ def combined_values(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         if of == "probability" and found.max() > 0.0:
             return
         size = np.abs(wanted - made[_OWN]).mean()
-        for names in (*((name,) for name in made if name != _OWN), *combinations(made, 2)):
+        for names in (*((name,) for name in made), *combinations(made, 2)):
             matrix = np.stack([*(made[name] for name in names), np.ones(wrong.size)], axis=1)
             weights = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
             left = float(np.abs(matrix @ weights - wanted).mean())
-            if len(names) == 1 and names[0].startswith(_WHOLE) and abs(weights[0] - 1.0) < _NO_WEIGHT:
+            if len(names) == 1 and names[0].startswith((_WHOLE, _OWN)) and abs(weights[0] - 1.0) < _NO_WEIGHT:
                 continue  # another cause's
             if left < _LEFT * size and left < _LAST_BITS * (1.0 + np.abs(wanted).mean()) and _counts(matrix, weights):
                 said = " and ".join(f"{w:.4g} times {name}" for w, name in zip(weights, names, strict=False))
