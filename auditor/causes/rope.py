@@ -1,13 +1,14 @@
 """Rotations: another base or scaling on one side, or positions that go another way from some token on."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any, Final
 
 import numpy as np
 
 from auditor.causes.edits import Edit, edited
-from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
+from auditor.causes.evidence import CERTAIN, STRONG, Evidence, Suggestion
 from auditor.causes.factors import free_factors
 from auditor.causes.fit import best_fit, climbed, few_digits
 from auditor.causes.oracle import F64, Oracle
@@ -40,6 +41,7 @@ _ORIGINAL: Final = tuple(2**power for power in range(5, 18))
 _SKIPS: Final = (1, -1, 2, -2, 3, 4, 5, 8, 16)
 _STILL: Final = (3, 6, 12, 32, 128)  # tokens at one position
 _MOST_PADS: Final = 96
+_IT: Final = 0.9 * STRONG
 _FARTHEST: Final = 256  # positions between prompt and response
 _TOGETHER: Final = 64
 _CLOSEST: Final = 12
@@ -56,6 +58,9 @@ def rope(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         fitted = nearest(evidence, oracle, fits)
         if fitted is not None and (best is None or fitted.score > best.score):
             best = fitted
+    if best is not None and best.cause == "position_offset" and evidence.begins is not None and best.score < _IT:
+        # Positions alone would be it to the bit: there are as many tokens more, or fewer.
+        best = replace(best, cause="other_context")
     if best is not None:
         yield best
 

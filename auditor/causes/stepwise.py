@@ -59,10 +59,10 @@ class Kept:
 
         oracle.hidden(edited(oracle.decoder, Edit("attention", keep)))
 
-    def values(self, at: int, rows: Sequence[Row], keep: bool = False) -> Logprobs:
+    def values(self, at: int, rows: Sequence[Row], keep: bool = False, target: int | None = None) -> Logprobs:
         """Log-probability of token at + 1 in what the row of token `at` may be, each for itself, float32 [len(rows)].
 
-        keep: keys and values of the first are those of the token, for the rows behind it.
+        keep: keys and values of the first are those of the token, for the rows behind it. target: another token.
         """
         oracle, layer, count = self._oracle, iter(range(len(self._layers))), len(rows)
         scaled = [row.scaling.of(at) if row.scaling else (oracle.frequencies, 1.0) for row in rows]
@@ -88,7 +88,7 @@ class Kept:
         tokens = np.array([oracle.tokens[at] if row.token is None else row.token for row in rows])
         decoder = edited(oracle.decoder, Edit("rope", rope), Edit("attention", attention))
         logits = oracle.head(oracle.decoder, oracle.hidden(decoder, tokens))
-        return oracle.from_logits(logits, targets=np.full(count, oracle.tokens[at + 1]))
+        return oracle.from_logits(logits, targets=np.full(count, oracle.tokens[at + 1] if target is None else target))
 
     def fitting(self, at: int, rows: Iterator[Row], wanted: np.float32) -> Row | None:
         """The first of the rows that has the wanted value; the likeliest by itself, then ever more at once."""

@@ -16,6 +16,7 @@ from auditor.causes.context_parallel import slice_edges
 from auditor.causes.evidence import SETTLED, STRONG, Evidence, Suggestion
 from auditor.causes.filler import filler
 from auditor.causes.head import low_precision_head, low_precision_output, low_precision_values
+from auditor.causes.inserted import more_in_between
 from auditor.causes.kv import boundary, lost_blocks, stale_kv
 from auditor.causes.logits import logit_processor
 from auditor.causes.lookup import other_token, value_order
@@ -97,6 +98,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     cut_in_front,
     more_in_front,
     part_of_the_prompt,
+    more_in_between,
     chunk_of_the_prompt,
     other_prompt,
     other_model,

@@ -8,8 +8,10 @@ import pytest
 
 from auditor.causes.edits import Edit, edited
 from auditor.causes.inputs import cause_of_failure
+from auditor.causes.inserted import more_in_between
 from auditor.causes.kv import stale_kv
 from auditor.causes.masked import masked_in_part
+from auditor.causes.patterns import begins_somewhere
 from auditor.causes.prompt import alone, chunk_of_the_prompt, one_more_token, other_prompt
 from auditor.causes.rope import rope
 from auditor.causes.seen import Mask, Part, attention_mask, missing, of_ranks, seeing, window, without_keys
@@ -264,3 +266,21 @@ def test_factors_by_frequency_that_follow_no_rule_are_fitted(world: World, sampl
     assert suggestion is not None
     assert (suggestion.cause, suggestion.score > 0.5) == ("rope_scaling", True)
     assert "1.02, 1.05" in suggestion.evidence
+
+
+@pytest.mark.parametrize("more", [[213], [5, 5]], ids=["one", "read again"])
+def test_tokens_between_two_of_the_response_are_told(world: World, sample: Drawn, more: list[int]) -> None:
+    tokens = sample.tokens.copy()
+    if len(more) > 1:
+        more = tokens[62:64].tolist()
+    values, longer = world.logprobs(world.decoder(sample.version), sample).copy(), np.insert(tokens, 64, more)
+    values[40:] = of_tokens(world, replace(sample, tokens=tokens), longer)[40:]
+    said_of_it = "token 213 in front of token 64" if len(more) == 1 else "its 2 tokens before again"
+    certain(more_in_between, world, sample, values, "other_context", said_of_it)
+
+
+def test_what_begins_where_no_block_does_is_another_context(world: World, sample: Drawn) -> None:
+    for first, cause in ((16, "kv_boundary"), (19, "other_context")):
+        values = world.logprobs(world.decoder(sample.version), sample).copy()
+        values[first:] = world.logprobs(world.decoder(1), sample)[first:]
+        assert [s.cause for s in begins_somewhere(evidence_of(world, sample, values), 1e-3)] == [cause]
