@@ -124,9 +124,7 @@ def _parted(x: F32, sharing: Sharing) -> tuple[F32, tuple[int, ...]]:
     if not (sharing.block or sharing.group):
         return x, sharing.axes
     shape = _padded(x.shape, sharing)
-    x = np.pad(
-        x, [(0, to - n) for n, to in zip(x.shape, shape, strict=True)], mode="edge" if sharing.block else "constant"
-    )
+    x = np.pad(x, [(0, to - n) for n, to in zip(x.shape, shape, strict=True)], mode="edge")
     if sharing.block:
         size = sharing.block
         return x.reshape(shape[0] // size, size, -1, size), (1, 3)

@@ -15,6 +15,9 @@ _BY_COLUMN: Final = ("o_proj", "down_proj")
 _TILE: Final = 64  # tokens of the vocabulary that a rank has whole
 _BLOCKS: Final = ("self_attn.", "mlp.", "norm", "proj")
 _RUNS: Final = 16  # of layers, or of the tensors in their order, that are told apart
+_FUSED: Final = (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"))  # are held as one, or rotated
+_LATER: Final = 0.01  # a cost, by which smaller sets are tried when larger ones of every kind have been
+_ALONE: Final = 1.15  # a cost
 _MOST: Final = 64  # tensors that are told apart one by one
 
 Names = frozenset[str]
@@ -105,6 +108,8 @@ class Layout:
             yield f"{block.strip('.')} tensors", frozenset(n for n in every if block in n)
         for kind in dict.fromkeys(map(kind_of, self.names)):
             yield kind, frozenset(n for n in every if kind_of(n) == kind)
+        for first, second in _FUSED:
+            yield f"{first} and {second}", frozenset(n for n in every if first in n or second in n)
         yield "vocabulary tensors", frozenset(n for n in every if "embed" in n or "lm_head" in n)
         layers = sorted({layer_of(n) for n in every})
         for run in np.array_split(layers, min(len(layers), _RUNS)):
@@ -121,11 +126,14 @@ class Layout:
             yield Choice(said, self.whole(names), 1.0)
 
     def tensors(self) -> Iterator[Choice]:
-        """Whole tensors: large sets of them, and each by itself."""
-        for said, names in self.large():
-            yield Choice(said, self.whole(names), 1.0)
+        """Whole tensors: large sets of them, the larger ones sooner, and each by itself."""
+        seen: set[Names] = set()
+        for at, (said, names) in enumerate(self.large()):
+            if names and names not in seen:
+                seen.add(names)
+                yield Choice(said, self.whole(names), 1.0 + _LATER * at)
         for name in self.names[:_MOST]:
-            yield Choice(name, self.whole(frozenset([name])), 3.0)
+            yield Choice(name, self.whole(frozenset([name])), _ALONE)
 
     def choices(self) -> Iterator[Choice]:
         """Everything that one mistake is likely to touch, whole tensors first."""

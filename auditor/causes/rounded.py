@@ -49,9 +49,10 @@ _TRIED: Final = 136  # whose effect is too small to tell them apart by
 _RARE: Final = 2.0  # a cost
 _NOTHING: Final = np.float32(1e-30)
 _USUAL: Final = (BLOCK, ROW, TENSOR, COLUMN, group(128), group(32), group(64))
+_SIZES: Final = (16, 32, 64, 128)
 _ROUNDINGS: Final[tuple[tuple[Grid, Sharing, float], ...]] = (
     *((grid, sharing, 0.0) for grid in (E4M3, INT8, E5M2, INT8_RANGE, INT4, INT4_RANGE) for sharing in _USUAL),
-    *((grid, sharing, 1.0) for grid in (INT4_ZERO, INT4_FULL) for sharing in (ROW, *map(group, (16, 32, 64, 128)))),
+    *((grid, sharing, 1.0) for grid in (INT4_ZERO, INT4_FULL) for sharing in (ROW, *map(group, _SIZES))),
     *((INT8_ZERO, sharing, 1.0) for sharing in (ROW, TENSOR)),
     *((E4M3, Sharing(f"a block of {size} by {size}", block=size, rule="power of two"), 1.0) for size in (64, 128)),
     *((grid, group(32, "microscaled"), 1.0) for grid in (FP4, E4M3)),
@@ -79,6 +80,10 @@ def _in_formats(evidence: Evidence, oracle: Oracle) -> Iterator[Source]:
     for grid, sharing, cost in _ROUNDINGS:
         change = Changed(weights, partial(_of_matrix, coarse(grid, sharing)))
         yield Source("weight_precision", f"{{}} {said(grid, sharing)}", change, cost)
+    quarter = oracle.decoder.config.hidden // 4
+    for grid in (INT4, INT4_ZERO) if quarter not in _SIZES else ():
+        change = Changed(weights, partial(_of_matrix, coarse(grid, group(quarter))))
+        yield Source("weight_precision", f"{{}} {said(grid, group(quarter))}", change, 1.0)
     for cast, to in CASTS:
         yield Source("weight_precision", f"{{}} {cast}", Changed(weights, partial(_of_matrix, to)), _RARE)
     for version, old in _earlier(evidence, oracle, 1):
@@ -127,14 +132,17 @@ def _taken_off(evidence: Evidence, oracle: Oracle) -> Iterator[Source]:
 
 
 class Changed(dict[str, Bits]):
-    """Weights each of which is changed when it is asked for."""
+    """Weights each of which, or each that is wanted, is changed when it is asked for."""
 
-    def __init__(self, weights: Mapping[str, Bits], change: Callable[[Bits], Bits]) -> None:
+    def __init__(
+        self, weights: Mapping[str, Bits], change: Callable[[Bits], Bits], wanted: Callable[[str], bool] | None = None
+    ) -> None:
         super().__init__()
-        self._weights, self._change = weights, change
+        self._weights, self._change, self._wanted = weights, change, wanted
 
     def __missing__(self, name: str) -> Bits:
-        self[name] = self._change(self._weights[name])
+        own = self._weights[name]
+        self[name] = self._change(own) if self._wanted is None or self._wanted(name) else own
         return self[name]
 
 

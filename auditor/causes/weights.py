@@ -60,7 +60,7 @@ def mixed_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         versions = _sources(evidence, oracle)
         effects = measured.effects(list(versions.values()), parts=True)
         more = Strengths(measured, versions, dict(zip(versions, effects, strict=True))).guesses()
-        yield from searched(evidence, measured, list(versions.values()), Layout.choices, more, effects)
+        yield from searched(evidence, measured, list(versions.values()), Layout.choices, more, effects, in_runs=True)
 
 
 def searched(
@@ -71,13 +71,13 @@ def searched(
     more: Iterable[Guess] = (),
     effects: Sequence[Effects] | None = None,
     most: int | None = None,
+    in_runs: bool = False,
 ) -> Iterator[Suggestion]:
     """What has the side's bits among parts of other weights; or what points where they are.
 
-    more: other guesses. effects: of the sources where they are known row by row, so that runs of rows are looked for,
-    too. most: how many are tried, where the first order does not tell.
+    more: other guesses. effects: of the sources, where they are known. most: how many are tried, where the first order
+    does not tell. in_runs: whether runs of rows are looked for; effects must be known row by row, or not at all.
     """
-    in_runs = effects is not None
     effects = measured.effects(sources) if effects is None else effects
     mixture = Mixture(measured, sources, effects)
     guesses = [*mixture.of_choices(choices_of), *(mixture.of_runs() if in_runs else ()), *more]

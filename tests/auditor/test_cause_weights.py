@@ -156,6 +156,15 @@ def keys_for_values(world: World, sample: Drawn) -> Change:
     )
 
 
+def one_rank_twice(world: World, sample: Drawn) -> Change:
+    """Both ranks load what is the first one's of keys and values."""
+    return lambda n, w: np.concatenate([w[:32], w[:32]]) if "k_proj" in n or "v_proj" in n else w
+
+
+def one_head_too_far(world: World, sample: Drawn) -> Change:
+    return lambda n, w: np.roll(w, 32, axis=0) if "layers.1.self_attn.q_proj" in n else w
+
+
 def half_lost(world: World, sample: Drawn) -> Change:
     return lambda n, w: np.concatenate([w[:112], 0 * w[112:]]) if "layers.0.mlp.gate_proj" in n else w
 
@@ -171,6 +180,8 @@ def half_lost(world: World, sample: Drawn) -> Change:
         (taken_off, rounded_weights, "weight_precision", ("1 times what came since version 1 was merged and taken",)),
         (fp8_in_part, rounded_weights, "weight_precision", ("FP8 (E4M3)", "block of 128", "layers.1.self_attn.q_proj")),
         (keys_for_values, altered_weights, "other_weights", ("layer 1 with", "self_attn.k_proj and self_attn.v_proj")),
+        (one_rank_twice, altered_weights, "other_weights", ("k_proj and v_proj", "the first of 2 ranks in both")),
+        (one_head_too_far, altered_weights, "other_weights", ("layers.1.self_attn.q_proj", "heads one head too far")),
         (half_lost, altered_weights, "other_weights", ("no values in", "layers.0.mlp.")),
     ],
 )  # fmt: skip
