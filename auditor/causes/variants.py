@@ -103,23 +103,25 @@ def _edits(decoder: Decoder) -> Iterator[tuple[str, str, Callable[..., Any]]]:
 
 def _reweighted(decoder: Decoder) -> Iterator[tuple[str, Callable[[str, Bits], Bits]]]:
     """Weights as another model would read them."""
-    one = np.float32(1.0)
-    if decoder.config.qk_norm:
-        for part, name in (("", "queries' and keys' norms"), ("q_", "queries' norms"), ("k_", "keys' norms")):
-            yield f"{name} without weights", partial(_without_weights, part=part)
-    yield "one added to the norms' weights", lambda n, w: narrow(widen(w) + one) if "norm" in n else w
-    yield "one taken from the norms' weights", lambda n, w: narrow(widen(w) - one) if "norm" in n else w
+    of_heads = ("q_norm", "k_norm") if decoder.config.qk_norm else ()
+    norms = {
+        "all norms": ("norm",), "norms of hidden states": ("layernorm", "model.norm"), "the last norm": ("model.norm",),
+        "norms before attention": ("input_layernorm",), "norms behind attention": ("post_attention_layernorm",),
+        **({"queries' and keys' norms": of_heads} if of_heads else {}), **{f"{name}s": (name,) for name in of_heads},
+    }  # fmt: skip
+    for where, names in norms.items():
+        yield f"{where} without weights", partial(_in_norms, names, np.float32(0.0), np.float32(1.0))
+        yield f"one added to the weights of {where}", partial(_in_norms, names, np.float32(1.0), np.float32(1.0))
+        yield f"one taken from the weights of {where}", partial(_in_norms, names, np.float32(1.0), np.float32(-1.0))
     root = np.float32(np.sqrt(decoder.config.hidden))
     yield "embeddings times the root of hidden", lambda n, w: narrow(widen(w) * root) if "embed" in n else w
     if not decoder.config.tied:
         tied = decoder.weights["model.embed_tokens.weight"]
         yield "the embedding as output layer", lambda n, w: tied if n == "lm_head.weight" else w
-    yield "no weights in the last norm", lambda n, w: narrow(widen(w) * 0 + one) if n == "model.norm.weight" else w
 
 
-def _without_weights(name: str, weight: Bits, part: str) -> Bits:
-    ones = narrow(np.ones(weight.shape, np.float32))
-    return ones if ("q_norm" in name or "k_norm" in name) and part in name else weight
+def _in_norms(names: tuple[str, ...], times: np.float32, more: np.float32, name: str, weight: Bits) -> Bits:
+    return narrow(widen(weight) * times + more) if any(part in name for part in names) else weight
 
 
 def _with_epsilon(epsilon: float) -> Callable[..., Any]:

@@ -75,3 +75,23 @@ def test_a_number_that_is_only_near_is_said_with_what_it_leaves(world: World, sa
     assert suggestion is not None
     assert suggestion.cause == "model_config"
     assert "softly capped at 6" in suggestion.evidence
+
+
+@pytest.mark.parametrize(
+    ("part", "times", "more", "words"),
+    [
+        ("layernorm", 1.0, -1.0, "one taken from the weights of norms of hidden states"),
+        ("post_attention", 0.0, 1.0, "norms behind attention without weights"),
+    ],
+)
+def test_norms_that_are_read_in_another_way_are_found(
+    world: World, sample: Drawn, part: str, times: float, more: float, words: str
+) -> None:
+    weights = world.decoder(sample.version).weights
+    parts = (part, "model.norm") if part == "layernorm" else (part,)
+    read = {
+        n: to_bf16(from_bf16(w) * np.float32(times) + np.float32(more)) if any(p in n for p in parts) else w
+        for n, w in weights.items()
+    }
+    wrong = world.logprobs(world.with_weights(read), sample)
+    certain(other_model, world, sample, wrong, "model_config", words)
