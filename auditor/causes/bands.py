@@ -18,6 +18,8 @@ _ROWS: Final = 64
 _LEAST: Final = 8
 _MOSTLY: Final = 0.9
 _SELDOM: Final = 0.5
+_RANKS: Final = (2, 4, 8)
+_TILE: Final = 64
 _SHARP: Final = 10.0  # times the tolerance: what one token more changes
 
 
@@ -39,6 +41,7 @@ def other_filters(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         "the likeliest": surprise,
         "those whose chance is nearest to what the entropy says": typical,
         "the unlikeliest, without the likeliest": -surprise,
+        **{f"the likeliest of each of {ranks} ranks": _within(surprise, ranks) for ranks in _RANKS},
     }
     sharp = 0
     for which, measure in orders.items():
@@ -60,6 +63,14 @@ def other_filters(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         f"all values are too high, by {lifts.min():.3g} to {lifts.max():.3g}, and the mass that was kept is not that of"
         " the likeliest tokens, as where some tokens are not allowed",
     )
+
+
+def _within(surprise: F64, ranks: int) -> F64:
+    """Which place a token has among those of its rank, the likeliest first."""
+    size = -(-surprise.shape[1] // (_TILE * ranks)) * _TILE
+    parts = [surprise[:, first : first + size] for first in range(0, surprise.shape[1], size)]
+    places: F64 = np.concatenate([np.argsort(np.argsort(part, axis=1), axis=1) for part in parts], axis=1)
+    return places.astype(np.float64)
 
 
 def _first_of(p: F64, own: F64, lifts: F64) -> tuple[np.ndarray, F64]:

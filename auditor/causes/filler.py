@@ -17,6 +17,9 @@ def filler(evidence: Evidence) -> Iterator[Suggestion]:
     """
     zero = (evidence.found == 0.0) & evidence.differs & (evidence.truth < -1e-6)
     put = zero | _others(evidence, zero) if zero.any() else _one_number(evidence)
+    if not put.any():
+        whole = evidence.differs & np.isfinite(evidence.found)
+        put = whole & (evidence.found == np.rint(evidence.found)) & (np.abs(evidence.found) >= 1.0)
     differing = int(evidence.differs.sum())
     if not put.any() or differing == 0:
         return

@@ -1,17 +1,20 @@
 """Logits that something touched before the softmax: a cap, a penalty on what has occurred, tokens never drawn."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.evidence import IN_PART, Evidence, Suggestion
 from auditor.causes.fit import best_fit, roundings
 from auditor.causes.oracle import F32, Oracle
 from auditor.causes.penalties import barred, penalties
 from auditor.causes.search import Candidate, nearest
 
 _LEAST: Final = 4
+_ENOUGH: Final = 8
+_LEFT: Final = 1e-3  # of the difference
 _FITTED_ROWS: Final = 12
 _CAPS: Final = (1.0, 200.0)
 
@@ -27,6 +30,34 @@ def logit_processor(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     for candidates in (_capped(evidence, oracle, rows), penalties(evidence, oracle), barred(evidence, oracle)):
         if best := nearest(evidence, oracle, candidates):
             yield best
+
+
+def penalised_values(evidence: Evidence) -> Iterator[Suggestion]:
+    """Values of tokens that have occurred, lowered or multiplied by themselves: the softmax came first."""
+    tokens, prompt = evidence.rollout.tokens, evidence.rollout.prompt_len
+    differs = evidence.differs & np.isfinite(evidence.found)
+    if differs.sum() < _ENOUGH or differs.all():
+        return
+    for first, name in ((prompt, "the response"), (0, "prompt and response")):
+        before = Counter(tokens[first:prompt].tolist())
+        times = np.zeros(len(differs))
+        for at, token in enumerate(tokens[prompt:].tolist()):
+            times[at] = before[token]
+            before[token] += 1
+        seen = (times > 0) & evidence.active
+        if (differs != seen).any():
+            continue
+        found, truth = (values[seen].astype(np.float64) for values in (evidence.found, evidence.truth))
+        matrix = np.stack([truth, np.ones(truth.size), times[seen]], axis=1)
+        weights = np.linalg.lstsq(matrix, found, rcond=None)[0]
+        if np.abs(matrix @ weights - found).mean() < _LEFT * np.abs(found - truth).mean():
+            said = f"{weights[0]:.4g} times themselves {weights[1]:+.3g} {weights[2]:+.3g} for each time"
+            yield Suggestion(
+                "logit_processor",
+                IN_PART,
+                f"the {found.size} values of tokens that have occurred in {name}, and no others, are {said}",
+            )
+            return
 
 
 def _capped(evidence: Evidence, oracle: Oracle, rows: np.ndarray) -> Iterator[Candidate]:

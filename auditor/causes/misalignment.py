@@ -94,4 +94,5 @@ def _wrong_rows(oracle: Oracle) -> Iterator[Candidate]:
         ("the token before in each row", oracle.tokens[oracle.rows]),
         ("the token after in each row", oracle.tokens[np.minimum(oracle.rows + 2, last)]),
     ):
-        yield "off_by_one", name, oracle.from_logits(oracle.own_logits, targets=others)
+        cause = "other_token" if "likeliest" in name else "off_by_one"
+        yield cause, name, oracle.from_logits(oracle.own_logits, targets=others)

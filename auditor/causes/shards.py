@@ -15,6 +15,7 @@ _RANKS: Final = (2, 4, 8)
 _PADDED_TO: Final = (64, 128)
 _WORK: Final = 1 << 23  # probabilities that are looked at
 _LEAST: Final = 8
+_TILES: Final = 64
 _SLACK: Final = 0.01  # of the mass: what the right part leaves
 
 
@@ -58,6 +59,9 @@ def _spans(up_to: F64, mass: F64) -> Iterator[tuple[int, int]]:
     vocab = up_to.shape[1] - 1
     for _, _, cuts in _cut(vocab):
         yield from cuts
+    tiles = [first for first in range(0, vocab, _PADDED_TO[0])][:_TILES]
+    ends = [min(first + _PADDED_TO[0] * count, vocab) for first in tiles for count in (1, 2)]
+    yield from ((first, end) for first, end in zip(np.repeat(tiles, 2).tolist(), ends, strict=True) if first < end)
     end = int(np.abs(up_to[:, -1:] - up_to - mass[:, None]).mean(axis=0).argmin())
     beginning = int(np.abs(up_to - mass[:, None]).mean(axis=0).argmin())
     yield from ((first, last) for first, last in ((end, vocab), (0, beginning)) if last - first >= _LEAST)

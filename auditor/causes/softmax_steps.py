@@ -56,6 +56,7 @@ def _fit(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
 def _variants(oracle: Oracle) -> Iterator[tuple[str, OfRows]]:
     formats: tuple[tuple[str, Rounding], ...] = (("bf16", _to_bf16), ("fp16", _to_fp16))
     for name, rounded in formats:
+        yield f"log-probabilities in {name}", partial(_result, oracle, rounded=rounded)
         for steps in product((False, True), repeat=len(_STEPS)):
             said = ", ".join(step for step, here in zip(_STEPS, steps, strict=True) if here)
             for drawn in (True, False) if any(steps[:3]) else (True,):
@@ -87,6 +88,10 @@ def _in_steps(oracle: Oracle, rows: Rows, rounded: Rounding, steps: tuple[bool, 
     chosen = z[every, targets] if drawn else (exact - top)[every, targets]
     values: Logprobs = chosen - held(5, np.log(total))
     return values
+
+
+def _result(oracle: Oracle, rows: Rows, rounded: Rounding) -> Logprobs:
+    return rounded(oracle.from_logits(oracle.own_logits[rows], targets=oracle.targets[rows]))
 
 
 def _in_parts(oracle: Oracle, rows: Rows, rounded: Rounding, size: int) -> Logprobs:

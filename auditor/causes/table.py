@@ -18,7 +18,7 @@ from auditor.causes.filler import filler
 from auditor.causes.head import low_precision_head, low_precision_output, low_precision_values
 from auditor.causes.inserted import more_in_between
 from auditor.causes.kv import boundary, lost_blocks, stale_kv
-from auditor.causes.logits import logit_processor
+from auditor.causes.logits import logit_processor, penalised_values
 from auditor.causes.lookup import other_token, value_order
 from auditor.causes.masked import masked_in_part
 from auditor.causes.masses import many_tokens
@@ -63,6 +63,7 @@ READ: Final[tuple[Read, ...]] = (
     shifted_values,
     shifted_from_a_point,
     value_order,
+    penalised_values,
     value_transform,
     unrelated_values,
     low_precision_values,

@@ -68,18 +68,18 @@ def _function(found: np.ndarray, truth: np.ndarray) -> Said:
 
 
 def _limited(found: np.ndarray, truth: np.ndarray) -> str:
-    """All that differ have one value, beyond which the right ones lie."""
+    """All that differ have one value, or one of two, beyond which the right ones lie."""
     differs = found != truth
     if differs.sum() < 3 or differs.all():
         return ""
-    limit = float(found[differs][0])
-    if (found[differs] != limit).any() or limit == 0.0:
-        return ""
-    if (truth[differs] < limit).all() and (found >= limit).all():
-        return f"no value lies below {limit:.4g}, where {int(differs.sum())} of the reference's do"
-    if (truth[differs] > limit).all() and (found <= limit).all():
-        return f"no value lies above {limit:.4g}, where {int(differs.sum())} of the reference's do"
-    return ""
+    low, high = differs & (truth < found), differs & (truth > found)
+    said = []
+    for there, limit, how in ((low, found.min(), "below"), (high, found.max(), "above")):
+        if there.any() and ((found[there] != limit).any() or limit == 0.0):
+            return ""
+        if there.any():
+            said.append(f"{how} {limit:.4g}, where {int(there.sum())} of the reference's do")
+    return f"no value lies {' and none '.join(said)}"
 
 
 def _shifted(found: np.ndarray, truth: np.ndarray) -> Said:

@@ -18,6 +18,7 @@ _FAR: Final = 0.05
 _MOSTLY: Final = 0.8
 _UNLIKE: Final = 0.35  # a correlation
 _WITHIN: Final = 0.95  # of the spread: how far quartiles may be apart
+_NEARLY: Final = 0.95
 _STEPS: Final = 6  # tokens that are followed
 _ENOUGH: Final = 3
 
@@ -28,18 +29,14 @@ def unrelated_values(evidence: Evidence) -> Iterator[Suggestion]:
     wrong = np.flatnonzero(evidence.differs & usable)
     if wrong.size < _LEAST:
         return
-    span = np.arange(wrong[0], wrong[-1] + 1)
-    span = span[usable[span]]
-    if wrong.size < _MOSTLY * span.size:
-        return
-    found, truth = (values[span].astype(np.float64) for values in (evidence.found, evidence.truth))
+    found, truth = (values[wrong].astype(np.float64) for values in (evidence.found, evidence.truth))
     if (np.abs(found - truth) > _FAR).mean() < _MOSTLY or abs(correlation(found, truth)) >= _UNLIKE:
         return
     # A model that went wrong so far that nothing is alike finds what was drawn unlikely.
     quarters = [np.quantile(values, (0.25, 0.5, 0.75)) for values in (found, truth)]
     if (quarters[1] - quarters[0]).max() >= _WITHIN * float(truth.std()) or found.max() > 0.0:
         return
-    where = "" if span.size >= usable.sum() - 1 else f"from token {span[0]} to {span[-1]}, "
+    where = "" if wrong.size > _NEARLY * usable.sum() else f"of {wrong.size} from token {wrong[0]} to {wrong[-1]}, "
     yield Suggestion(
         "unrelated_values",
         HINT + (0.12 if where else 0.0),

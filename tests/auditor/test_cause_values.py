@@ -9,14 +9,15 @@ import pytest
 
 from auditor.causes.bands import other_filters
 from auditor.causes.combined import combined_values
-from auditor.causes.evidence import SETTLED, STRONG, Evidence
+from auditor.causes.evidence import IN_PART, SETTLED, STRONG, Evidence
 from auditor.causes.filler import filler
 from auditor.causes.head import low_precision_output
 from auditor.causes.inputs import cause_of_failure
-from auditor.causes.logits import logit_processor
+from auditor.causes.logits import logit_processor, penalised_values
 from auditor.causes.lookup import value_order
 from auditor.causes.masses import many_tokens
 from auditor.causes.patterns import flat_last_bits
+from auditor.causes.shards import one_shard
 from auditor.causes.softmax_steps import rounded_steps
 from auditor.causes.steps import two_steps
 from auditor.causes.temperature import temperature
@@ -109,12 +110,20 @@ def test_what_leaves_out_other_tokens_than_the_unlikeliest_is_a_filter_of_anothe
     def without_the_likeliest(row: np.ndarray, at: int) -> None:
         row[np.argsort(-row[:VOCAB])[: 1 + at % 3]] = -np.inf
 
+    def likeliest_of_each_rank(row: np.ndarray, at: int) -> None:
+        for part in (row[:192], row[192:VOCAB]):
+            part[part < np.sort(part)[-9]] = -np.inf
+
     many = np.random.default_rng(5).choice(VOCAB, 60, replace=False)
 
     def without_many(row: np.ndarray, at: int) -> None:
         row[many] = -np.inf
 
-    for change, cause in ((without_the_likeliest, "truncated_sampling"), (without_many, "logit_processor")):
+    for change, cause in (
+        (without_the_likeliest, "truncated_sampling"),
+        (likeliest_of_each_rank, "truncated_sampling"),
+        (without_many, "logit_processor"),
+    ):
         suggestion = said(other_filters, world, sample, changed(world, sample, change))
         assert suggestion is not None
         assert suggestion.cause == cause
@@ -126,6 +135,31 @@ def test_penalties_that_count_from_a_token_on_are_found_from_there(world: World,
 
     wrong = changed(world, sample, present, keep=False)
     certain(logit_processor, world, sample, wrong, "logit_processor", "0.7 on what came from token 44 on")
+
+
+@pytest.mark.parametrize("change", [lambda x: x - 0.5, lambda x: 1.1 * x])
+def test_a_penalty_behind_the_softmax_is_told_by_which_values_it_touches(
+    world: World, sample: Drawn, change: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    values, tokens = right(world, sample), sample.tokens.tolist()
+    again = np.array([tokens[at] in tokens[24:at] for at in range(24, 96)])
+    wrong = np.where(again, change(values), values).astype(np.float32)
+    (suggestion,) = penalised_values(evidence_of(world, sample, wrong))
+    assert (suggestion.cause, suggestion.score) == ("logit_processor", IN_PART)
+    elsewhere = np.where(np.roll(again, 1), change(values), values).astype(np.float32)
+    assert not list(penalised_values(evidence_of(world, sample, elsewhere)))
+
+
+@pytest.mark.parametrize(("times", "word"), [(2, "with twice the"), (0, "without")])
+def test_a_tile_of_the_vocabulary_that_is_counted_twice_or_never_is_named(
+    world: World, sample: Drawn, times: int, word: str
+) -> None:
+    z, own = heated(world, sample)
+    counted = np.concatenate([z[:, :128], *[z[:, 128:192]] * times, z[:, 192:]], axis=1)
+    suggestion = said(one_shard, world, sample, own - log_sum(counted))
+    assert suggestion is not None
+    assert suggestion.cause == "vocabulary"
+    assert f"{word} tokens 128 to 191" in suggestion.evidence
 
 
 def test_what_is_done_to_logits_that_were_never_heated_is_found_beside_it(world: World, sample: Drawn) -> None:
@@ -174,6 +208,11 @@ def test_any_step_of_a_softmax_in_16_bits_is_found(world: World, sample: Drawn) 
     certain(rounded_steps, world, sample, wrong, "bf16_head", "a softmax with exponentials in bf16")
     parts = np.stack([from_bf16(to_bf16(log_sum(z[:, a : a + 128]))) for a in range(0, VOCAB, 128)], axis=1)
     certain(rounded_steps, world, sample, own - log_sum(parts), "bf16_head", "parts of 128 tokens, each in bf16")
+    some = right(world, sample).copy()
+    some[::3] = some[::3].astype(np.float16)
+    suggestion = said(rounded_steps, world, sample, some)
+    assert suggestion is not None
+    assert "log-probabilities in fp16" in suggestion.evidence
 
 
 def test_an_output_layer_whose_parts_are_rounded_is_found(world: World, sample: Drawn) -> None:
@@ -209,6 +248,9 @@ def test_values_of_another_sample_in_a_part_are_told_from_those_of_another_promp
     wrong[20:60] = theirs[20:60]
     (suggestion,) = unrelated_values(evidence_of(world, sample, wrong))
     assert "from token 20 to 59" in suggestion.evidence
+    wrong[:] = right(world, sample)
+    wrong[::2] = theirs[::2]
+    assert list(unrelated_values(evidence_of(world, sample, wrong)))
     front = world.random.integers(0, VOCAB, 12)
     assert not list(unrelated_values(evidence_of(world, sample, behind(world, sample, front, restart=False))))
 
@@ -221,10 +263,12 @@ Read = Callable[[Evidence], Any]
     [
         (value_order, lambda x: x[np.maximum(np.arange(72) - np.arange(72) // 20, 0)], "off_by_one", "ever further"),
         (value_order, lambda x: x[np.minimum(np.arange(72) + np.arange(72) // 20, 71)], "off_by_one", "ever further"),
+        (value_transform, lambda x: np.clip(x, -3.0, -0.5), "value_transform", "below -3"),
         (value_transform, lambda x: np.rint(x / 0.0137) * 0.0137, "value_transform", "0.0137 apart"),
         (value_transform, lambda x: np.log(np.rint(np.exp(x) * 1e4 + 0.5) / 1e4), "value_transform", "4 decimals"),
         (value_transform, lambda x: x.reshape(6, 12).mean(axis=1).repeat(12), "value_transform", "means of 6 turns"),
         (value_transform, lambda x: x.reshape(3, 24).cumsum(axis=1).reshape(-1), "value_transform", "each of 3 turns"),
+        (filler, lambda x: np.append(x[:-1], -100.0), "filler", "1 of 1 differing"),
         (filler, lambda x: np.r_[x[:9], np.zeros(5), x[14:60], np.full(12, -100.0)], "filler", "17 of 17"),
     ],
 )
