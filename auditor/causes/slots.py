@@ -27,6 +27,7 @@ _UNTOLD: Final = 0.3  # of a difference: what the first order does not tell
 _ROWS: Final = 72  # wrong rows that are asked for
 _ENOUGH: Final = 48  # of them, where roundings hide little
 _HIDDEN: Final = 3.0  # in roundings
+_SHORT: Final = 64  # slots, of which all rows are told apart
 _POINTING: Final = 0.46  # more than a look, less than anything that takes away much
 _EACH: Final = 2  # spans that are kept of one kind
 KINDS: Final = ("keys and values", "keys", "values")
@@ -79,11 +80,12 @@ class Slots:
     def __init__(self, oracle: Oracle, response: Response, delta: F64, edges: I64, readers: I64) -> None:
         """delta: [B]. edges: [K+1], where spans may begin and end; readers: [R], rows from which on they are read."""
         own = response.in_roundings(delta)
-        hidden = float((own * own).mean()) < _HIDDEN**2
-        self._rows = np.arange(len(delta))[:: 1 if hidden else 1 + len(delta) // _ENOUGH]
+        self.hidden = float((own * own).mean()) < _HIDDEN**2  # by roundings, so that every row is needed
+        self._rows = np.arange(len(delta))[:: 1 if self.hidden or edges[-1] <= _SHORT else 1 + len(delta) // _ENOUGH]
         self._edges, self._readers = edges, readers
         self._whiten = whitening(response, delta, self._rows)
-        self._delta = self._whiten @ delta[self._rows]
+        self._found, self._noise = delta[self._rows], np.diag(response.spread)[self._rows]
+        self._delta = self._whiten @ self._found
         self.kept = cached(oracle, oracle.decoder)
         self._layers = [self._layer(at, of[self._rows]) for at, of in enumerate(reversed(response.of_attention))]
 
@@ -106,6 +108,25 @@ class Slots:
     def nothing(self) -> float:
         """How unlikely it is that nothing is changed."""
         return 0.5 * len(self._delta) * float(np.log(self._delta @ self._delta))
+
+    def in_front(self) -> float:
+        """How much likelier it is that what is wrong stands in these slots than that it is everywhere, as a logarithm.
+
+        Of the rows' differences, each as a multiple of what changes of one size there would make of it, the one that
+        varies less. Not finite where a row does not differ.
+        """
+        there = sum((self._sensitivity(*layer) for layer in self._layers), np.zeros(len(self._rows)))
+        size = np.log(np.abs(self._found))
+        here, anywhere = (float(np.var(size - 0.5 * np.log(much))) for much in (there, self._noise))
+        return 0.5 * len(size) * float(np.log(anywhere / here))
+
+    def _sensitivity(self, q: F32, k: F32, v: F32, p: F32, signal: F32, lean: F32) -> F64:
+        """What it makes to change all keys and values of a layer by as large a part of them, squared, [B]."""
+        of_values = p.transpose(0, 2, 1) @ signal
+        of_keys = (lean * p).transpose(0, 1, 3, 2) @ q / np.float32(np.sqrt(q.shape[2]))
+        squares = ((of_values**2).sum(axis=(1, 2, 3)) * (v**2).mean(), (of_keys**2).sum(axis=(1, 2, 3)) * (k**2).mean())
+        result: F64 = np.add(*squares, dtype=np.float64)
+        return result
 
     def places(self, tenant: Tenant) -> Iterator[Place]:
         """The likeliest of every kind, in all heads or some."""

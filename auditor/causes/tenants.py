@@ -23,7 +23,10 @@ _WORKED_ON: Final = 3  # kinds of them
 _BESIDE: Final = 2  # tokens
 _GAINED: Final = 6.0  # as a logarithm: how much likelier than no change at all
 _SURELY: Final = 15.0  # the same, where no bits say so
-_MUCH: Final = 0.3  # of the square of a difference
+_MUCH: Final = 0.5  # of the square of a difference
+_PERHAPS: Final = 0.5  # as a logarithm; what tokens in front make, hardly anything else tells
+_CLEARLY: Final = 1.2  # the same, of weights, which much else tells
+_LOOKS_SO: Final = 0.43  # more than a trend
 _VERSIONS: Final = 3
 _SHIFTS: Final = (1, -1, 16, -16, 8, -8, 32, -32, 4, -4)
 
@@ -52,6 +55,21 @@ def other_tenants(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         first = likely[0]
         if first.share > _MUCH and slots.nothing - first.unlikely > _SURELY:
             yield pointing(first, len(rows))
+    if evidence.begins is None and not slots.hidden and (best is None or best.score < SETTLED):
+        yield from _whereabouts(slots.in_front())
+
+
+def _whereabouts(in_front: float) -> Iterator[Suggestion]:
+    """Whether what is wrong, and nothing fits, stands in the prompt or everywhere."""
+    much = f"{np.exp(abs(in_front)):.3g} times likelier"
+    if in_front > _PERHAPS:
+        said = (
+            f"rows differ as they look back at the prompt: that something else stands there is {much} than everywhere"
+        )
+        yield Suggestion("other_context", _LOOKS_SO, said)
+    if in_front < -_CLEARLY:
+        said = f"rows differ whether they look back at the prompt or not: that all is wrong is {much} than the prompt"
+        yield Suggestion("other_weights", _LOOKS_SO, said)
 
 
 def _around(likely: Sequence[Place], readers: I64) -> Iterator[Place]:

@@ -222,3 +222,17 @@ def test_slots_that_decoding_reads_twice_are_told(world: World, sample: Drawn) -
 
     wrong = under(world, sample, seeing(again))
     certain(other_tenants, world, sample, wrong, "kv_boundary", "tokens 16 to 23 are there twice")
+
+
+def test_what_nothing_fits_is_told_to_stand_in_the_prompt_or_everywhere(world: World, sample: Drawn) -> None:
+    tokens, decoder = sample.tokens.copy(), world.decoder(sample.version)
+    tokens[8:12] = (tokens[8:12] + 57) % 331
+    other_words = world.logprobs(decoder, replace(sample, tokens=tokens))
+    weights = {n: np.roll(w, 3, axis=0) if "layers.1.mlp.up_proj" in n else w for n, w in decoder.weights.items()}
+    for wrong, cause in (
+        (other_words, "other_context"),
+        (world.logprobs(world.with_weights(weights), sample), "other_weights"),
+    ):
+        suggestion = said(other_tenants, world, sample, wrong)
+        assert suggestion is not None
+        assert (suggestion.cause, suggestion.score) == (cause, 0.43)
