@@ -61,8 +61,10 @@ class Unit:
         self.counts[key] = self.counts.get(key, 0) + value
 
     def has_counter(self, name: str, **labels: str) -> bool:
-        """Whether a counter was durable before this transaction."""
-        return bool(self._database.all("SELECT 1 FROM counters WHERE name = ? AND labels = ?", (name, _text(labels))))
+        """Whether a counter is there, be it from this transaction."""
+        counted = (name, tuple(sorted(labels.items()))) in self.counts
+        query = "SELECT 1 FROM counters WHERE name = ? AND labels = ?"
+        return counted or bool(self._database.all(query, (name, _text(labels))))
 
     def end_counters(self, runs: Collection[str]) -> None:
         """Forget the counters of runs that leave the exposition; what is counted of them from here on starts at 0."""

@@ -96,6 +96,17 @@ def test_beyond_a_number_the_run_that_was_silent_longest_leaves(world: World) ->
     assert (world.shown(), world.left) == ({"run", "third"}, [("crowded", 1)])
 
 
+def test_a_run_whose_sides_first_report_in_one_transaction_is_new_and_not_back(world: World) -> None:
+    rollout, trainer = pair()
+    started = threading.Event()
+    world.writer.submit(lambda unit: started.wait(5))  # so that the two that follow are one group
+    batches = [[Incoming(record, encode(record))] for record in (rollout, one_ulp_off(trainer))]
+    waiting = [world.writer.submit(lambda unit, b=batch: world.flow.receive(unit, b)) for batch in batches]
+    started.set()
+    assert [receipt.outcome for future in waiting for receipt in future.result()] == ["accepted"] * 2
+    assert world.series()['auditor_mismatched_tokens_total{run_id="run",side="pair"}'] == 1.0
+
+
 def test_a_run_that_comes_back_counts_from_zero_and_a_restart_does_not_change_that(world: World) -> None:
     for _ in range(3):
         world.report(mismatch=True)
