@@ -1,7 +1,7 @@
 """Logits that something touched before the softmax: a cap, a penalty on what has occurred, tokens never drawn."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -16,18 +16,19 @@ _LEAST: Final = 4
 _ENOUGH: Final = 8
 _LEFT: Final = 1e-3  # of the difference
 _FITTED_ROWS: Final = 12
-_CAPS: Final = (1.0, 200.0)
+
+Bend = Callable[[F32, float], F32]
 
 
 def logit_processor(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
-    """A soft cap, penalties or a bar of the size and scope that fit best on a few rows."""
+    """A cap or a curve, penalties or a bar of the size and scope that fit best on a few rows."""
     window = oracle.window
     usable = evidence.active[window] & np.isfinite(evidence.found[window]) & np.isfinite(evidence.truth[window])
     wrong = np.flatnonzero(usable & evidence.differs[window])
     if wrong.size < _LEAST:
         return
     rows = wrong[np.linspace(0, len(wrong) - 1, min(_FITTED_ROWS, len(wrong))).astype(np.int64)]
-    for candidates in (_capped(evidence, oracle, rows), penalties(evidence, oracle), barred(evidence, oracle)):
+    for candidates in (_bent(evidence, oracle, rows), penalties(evidence, oracle), barred(evidence, oracle)):
         if best := nearest(evidence, oracle, candidates):
             yield best
 
@@ -60,24 +61,35 @@ def penalised_values(evidence: Evidence) -> Iterator[Suggestion]:
             return
 
 
-def _capped(evidence: Evidence, oracle: Oracle, rows: np.ndarray) -> Iterator[Candidate]:
+def _capped(logits: F32, cap: float) -> F32:
+    capped: F32 = (cap * np.tanh(logits / cap)).astype(np.float32)
+    return capped
+
+
+def _smoothed(logits: F32, factor: float) -> F32:
+    below = logits - logits.max(axis=1, keepdims=True)
+    smoothed: F32 = (-factor * below * below).astype(np.float32)
+    return smoothed
+
+
+_BENDS: Final[tuple[tuple[str, Bend, tuple[float, float]], ...]] = (
+    ("softly capped at", _capped, (1.0, 200.0)),
+    ("below the largest squared, times", _smoothed, (0.01, 5.0)),
+)
+
+
+def _bent(evidence: Evidence, oracle: Oracle, rows: np.ndarray) -> Iterator[Candidate]:
+    """Every logit changed by one function with one number, which a few rows say."""
     found, truth = evidence.found[oracle.window][rows], evidence.truth[oracle.window][rows]
-    logits = oracle.own_logits
-
-    def capped(cap: float, at: np.ndarray | slice) -> F32:
-        changed: F32 = (cap * np.tanh(logits[at] / cap)).astype(np.float32)
-        return changed
-
-    def error(cap: float) -> float:
-        predicted = oracle.from_logits(capped(cap, rows), targets=oracle.targets[rows])
-        return float(np.abs(predicted.astype(np.float64) - found).mean())
-
+    logits = oracle.own_logits[:, : oracle.decoder.config.vocab]
     hopeless = 0.7 * float(np.abs(truth.astype(np.float64) - found).mean())
-    fitted = best_fit(error, *_CAPS, grid=16, steps=18, hopeless=hopeless)
-    for value in roundings(fitted) if fitted is not None else []:
-        if value > 0.0:
-            yield (
-                "logit_processor",
-                f"logits softly capped at {value:g}",
-                oracle.from_logits(capped(value, slice(None))),
-            )
+    for name, bend, ends in _BENDS:
+
+        def error(number: float, bend: Bend = bend) -> float:
+            predicted = oracle.from_logits(bend(logits[rows], number), targets=oracle.targets[rows])
+            return float(np.abs(predicted.astype(np.float64) - found).mean())
+
+        fitted = best_fit(error, *ends, grid=16, steps=18, hopeless=hopeless)
+        for value in roundings(fitted) if fitted is not None else []:
+            if value > 0.0:
+                yield "logit_processor", f"logits {name} {value:g}", oracle.from_logits(bend(logits, value))

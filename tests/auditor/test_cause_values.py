@@ -129,6 +129,17 @@ def test_what_leaves_out_other_tokens_than_the_unlikeliest_is_a_filter_of_anothe
         assert suggestion.cause == cause
 
 
+def test_logits_that_were_bent_by_one_number_are_found_with_it(world: World, sample: Drawn) -> None:
+    def smoothed(row: np.ndarray, at: int) -> None:
+        row[:] = -np.float32(0.2) * (row - row[:VOCAB].max()) ** 2
+
+    wrong = changed(world, sample, smoothed, keep=False)
+    suggestion = said(logit_processor, world, sample, wrong)
+    assert suggestion is not None
+    assert suggestion.score >= 0.99 * STRONG
+    assert "squared, times 0.2" in suggestion.evidence
+
+
 def test_penalties_that_count_from_a_token_on_are_found_from_there(world: World, sample: Drawn) -> None:
     def present(row: np.ndarray, at: int) -> None:
         row[np.unique(sample.tokens[sample.prompt + 20 : sample.prompt + at])] -= np.float32(0.7)
@@ -220,8 +231,8 @@ def test_an_output_layer_whose_parts_are_rounded_is_found(world: World, sample: 
     hidden, head = decoder.hidden([sample.tokens])[sample.prompt - 1 : -1], head_of(decoder)
     halves = (decoder.reference.gemm_fp32(hidden[:, a].copy(), head[:, a].copy()) for a in (np.s_[:80], np.s_[80:]))
     first, second = (from_bf16(to_bf16(half)) for half in halves)
-    wrong = read_off(world, sample, first + second)
-    certain(low_precision_output, world, sample, wrong, "bf16_head", "2 parts in bf16")
+    for total, how in ((first + second, "2 parts in bf16;"), (from_bf16(to_bf16(first + second)), "and their sum")):
+        certain(low_precision_output, world, sample, read_off(world, sample, total), "bf16_head", how)
 
 
 def test_differences_too_small_for_any_rounding_inside_of_the_model_are_its_head_s(world: World, sample: Drawn) -> None:
