@@ -40,7 +40,8 @@ def combined_values(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
             matrix = np.stack([*(made[name] for name in names), np.ones(wrong.size)], axis=1)
             weights = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
             left = float(np.abs(matrix @ weights - wanted).mean())
-            if len(names) == 1 and names[0].startswith((_WHOLE, _OWN)) and abs(weights[0] - 1.0) < _NO_WEIGHT:
+            same = names[0].startswith((_WHOLE, _OWN)) and abs(weights[0] - 1.0) < _NO_WEIGHT
+            if len(names) == 1 and same and abs(weights[-1]) < _NO_WEIGHT:
                 continue  # another cause's
             if left < _LEFT * size and left < _LAST_BITS * (1.0 + np.abs(wanted).mean()) and _counts(matrix, weights):
                 said = " and ".join(f"{w:.4g} times {name}" for w, name in zip(weights, names, strict=False))
