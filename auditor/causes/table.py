@@ -9,6 +9,7 @@ import numpy as np
 from auditor.causes.activations import products_in_fewer_bits
 from auditor.causes.altered import altered_weights
 from auditor.causes.bands import other_filters
+from auditor.causes.coherent import one_factor
 from auditor.causes.combined import combined_values
 from auditor.causes.constants import other_constants
 from auditor.causes.context import cut_in_front, more_in_front, part_of_the_prompt
@@ -116,6 +117,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     low_precision_output,
     lost_blocks,
     altered_weights,
+    one_factor,
     two_steps,
     padded_positions,
     one_more_token,
