@@ -37,7 +37,8 @@ def many_tokens(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Tokens that were masked, moved or allowed together, or one that moves from row to row."""
     window, vocab = oracle.window, oracle.decoder.config.vocab
     found, truth = (values[window].astype(np.float64) for values in (evidence.found, evidence.truth))
-    rows = np.flatnonzero(evidence.differs[window] & np.isfinite(found))[: min(_ROWS, _WORK // vocab)]
+    # A value of 0 says of no token but the drawn one that it was there, which anything says that puts it there.
+    rows = np.flatnonzero(evidence.differs[window] & (found < 0.0) & np.isfinite(found))[: min(_ROWS, _WORK // vocab)]
     if rows.size < _LEAST or np.abs(found[rows] - truth[rows]).max() < _TINY:
         return
     added = np.expm1(np.clip(truth[rows] - found[rows], -_FARTHEST, _FARTHEST))
@@ -107,7 +108,7 @@ def _run_of(mass: F64, wanted: F64) -> tuple[int, int] | None:
     for row, share in zip(up_to, wanted, strict=True):
         left += np.abs(row[None, :] - row[:, None] - share)
     first, last = np.unravel_index(int(left.argmin()), left.shape)
-    if left[first, last] > _EXACT * np.abs(wanted).sum():
+    if first >= last or left[first, last] > _EXACT * np.abs(wanted).sum():
         return None
     return int(edges[first]), int(edges[last])
 

@@ -30,6 +30,8 @@ def unrelated_values(evidence: Evidence) -> Iterator[Suggestion]:
     if wrong.size < _LEAST:
         return
     found, truth = (values[wrong].astype(np.float64) for values in (evidence.found, evidence.truth))
+    if len(np.unique(found)) < _MOSTLY * found.size:
+        return  # nobody computed them
     if (np.abs(found - truth) > _FAR).mean() < _MOSTLY or abs(correlation(found, truth)) >= _UNLIKE:
         return
     # A model that went wrong so far that nothing is alike finds what was drawn unlikely.
