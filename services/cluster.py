@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from services.weights import WeightStore
 _CLOSE_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.2
+_SIGNAL_SECONDS = 0.002
 _ROLLOUT, _TRAINER = "the rollout actor", "the trainer actor"
 _MESSAGE = 400  # characters of a foreign error that a line has room for
 
@@ -72,7 +74,17 @@ def ray_cluster(config: RayConfig, actors: int, gpus: float = 0.0) -> Iterator[N
         _wait_for_free(actors, config.wait_seconds)
         yield
     finally:
-        ray.shutdown()
+        _leave()
+
+
+def _leave() -> None:
+    """ray.shutdown. In its midst Ray's core makes SIGTERM kill this process; what was there is put back at once."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(ray.shutdown)
+        while not done.done():
+            wait([done], _SIGNAL_SECONDS)
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    done.result()
 
 
 def _require_resources(actors: int, gpus: float) -> None:

@@ -100,14 +100,16 @@ def run_job(config: Config, model: Path, resume: RunFolder | None) -> int:
                 summary = replace(summary, setup_seconds=setup_seconds, total_seconds=time.monotonic() - began)
                 give_account(replace(summary, peak=memory.stop()), silent, folder, report)
                 raise
-            report.waiting("stopping")
             if steps and summary.total.settled and summary.total.by_verdict.keys() == {"match"}:
                 # Nobody has anything left to look up in the older ones.
                 newest = steps[-1].weights.version
                 run.store.prune(newest, oldest_needed=newest, keep=1)
-        summary = replace(summary, setup_seconds=setup_seconds, total_seconds=time.monotonic() - began)
-        own, access = auditor
-        return conclude(replace(summary, peak=memory.stop()), folder, report, alert, None if own else access)
+            # Before anything is taken down, which may hang or be interrupted.
+            own, access = auditor
+            summary = replace(summary, setup_seconds=setup_seconds, total_seconds=time.monotonic() - began)
+            code = conclude(replace(summary, peak=memory.stop()), folder, report, alert, None if own else access)
+            report.waiting("stopping")
+        return code
 
 
 def _gather(run: Run, steps: list[StepResult], records: Counts, total: Verdicts, error: str = "") -> Summary:
