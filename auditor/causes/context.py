@@ -13,7 +13,7 @@ from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.fit import climbed
 from auditor.causes.oracle import I64, Oracle
 from auditor.causes.search import Candidate, nearest, promising
-from auditor.causes.seen import seeing, without
+from auditor.causes.seen import Part, seeing, without
 from auditor.compare import Logprobs
 
 _CUTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -80,9 +80,15 @@ def _with_more(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
 
 def part_of_the_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Tokens in the middle that the side did not have, or had and did not see; from the first wrong row on."""
-    if best := nearest(evidence, oracle, _in_part(evidence, oracle)):
+    best = nearest(evidence, oracle, _in_part(evidence, oracle))
+    if best is not None and best.score > _NEAR * STRONG:
+        yield best
+    elif best is not None and best.cause == "kv_boundary":
+        # Where hiding it is nearer than taking it out, its slots are there and hold something else.
+        yield best
+    elif best is not None:
         # Near and not it: what stands there is neither gone nor unseen, it is something else.
-        yield best if best.score > _NEAR * STRONG else replace(best, cause="other_context")
+        yield replace(best, cause="other_context")
 
 
 def _in_part(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
@@ -101,6 +107,9 @@ def _in_part(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
         if span := _best_span(evidence, oracle, predict, first or oracle.prompt_len - 1):
             what = "truncation" if first and not span[0] and cause == "other_context" else cause
             yield what, f"a sequence {name} its tokens {span[0]} to {span[1] - 1}{since}", predict(*span)
+            if first:
+                late = f"an attention in which nothing from token {first} on sees tokens {span[0]} to {span[1] - 1}"
+                yield "kv_boundary", late, _unseen_since(oracle, span, first)
 
 
 def _best_span(evidence: Evidence, oracle: Oracle, predict: Span, last: int) -> tuple[int, int] | None:
@@ -136,11 +145,23 @@ def _best_span(evidence: Evidence, oracle: Oracle, predict: Span, last: int) -> 
 def _beside(span: tuple[int, int], step: int) -> Iterator[tuple[int, int]]:
     first, end = span
     yield from ((first - step, end), (first + step, end), (first, end - step), (first, end + step))
+    yield from ((first - step, end - step), (first + step, end + step))
 
 
 def _without(oracle: Oracle, first: int, last: int) -> Logprobs:
     hidden = oracle.hidden(oracle.decoder, np.delete(oracle.tokens, np.s_[first:last]))
     return oracle.from_logits(oracle.head(oracle.decoder, hidden[np.maximum(oracle.rows - (last - first), 0)]))
+
+
+def _unseen_since(oracle: Oracle, span: tuple[int, int], since: int) -> Logprobs:
+    def parts(count: int) -> list[Part]:
+        rows = [
+            (0, min(since, count), np.arange(min(since, count))),
+            (since, count, np.r_[0 : span[0], span[1] : count]),
+        ]
+        return [part for part in rows if part[0] < part[1]]
+
+    return oracle.logprobs(edited(oracle.decoder, Edit("attention", seeing(parts))))
 
 
 def _unseen(oracle: Oracle, first: int, last: int) -> Logprobs:
