@@ -13,7 +13,7 @@ from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.fit import climbed
 from auditor.causes.oracle import I64, Oracle
 from auditor.causes.search import Candidate, nearest, promising
-from auditor.causes.seen import Part, seeing, without
+from auditor.causes.seen import seeing, without
 from auditor.compare import Logprobs
 
 _CUTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -80,18 +80,17 @@ def _with_more(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
 
 def part_of_the_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Tokens in the middle that the side did not have, or had and did not see; from the first wrong row on."""
-    best = nearest(evidence, oracle, _in_part(evidence, oracle))
-    if best is not None and best.score > _NEAR * STRONG:
-        yield best
-    elif best is not None and best.cause == "kv_boundary":
-        # Where hiding it is nearer than taking it out, its slots are there and hold something else.
-        yield best
-    elif best is not None:
+    near: dict[str, str] = {}
+    best = nearest(evidence, oracle, _in_part(evidence, oracle, near))
+    if best is not None and best.score <= _NEAR * STRONG:
         # Near and not it: what stands there is neither gone nor unseen, it is something else.
-        yield replace(best, cause="other_context")
+        best = replace(best, cause=next(cause for name, cause in near.items() if name in best.evidence))
+    if best is not None:
+        yield best
 
 
-def _in_part(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+def _in_part(evidence: Evidence, oracle: Oracle, near: dict[str, str]) -> Iterator[Candidate]:
+    """near: by name, what it is where a candidate is near and not it."""
     first = 0 if evidence.begins is None else evidence.begins
     since = f", from token {first} on" if first else ""
     behind = oracle.rows >= first
@@ -106,10 +105,10 @@ def _in_part(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     for cause, name, predict in kinds:
         if span := _best_span(evidence, oracle, predict, first or oracle.prompt_len - 1):
             what = "truncation" if first and not span[0] and cause == "other_context" else cause
-            yield what, f"a sequence {name} its tokens {span[0]} to {span[1] - 1}{since}", predict(*span)
-            if first:
-                late = f"an attention in which nothing from token {first} on sees tokens {span[0]} to {span[1] - 1}"
-                yield "kv_boundary", late, _unseen_since(oracle, span, first)
+            said = f"a sequence {name} its tokens {span[0]} to {span[1] - 1}{since}"
+            # What somebody put into a response stands right in front; what changes far in front later on is a cache's.
+            near[said] = "kv_boundary" if span[1] < first else "other_context"
+            yield what, said, predict(*span)
 
 
 def _best_span(evidence: Evidence, oracle: Oracle, predict: Span, last: int) -> tuple[int, int] | None:
@@ -151,17 +150,6 @@ def _beside(span: tuple[int, int], step: int) -> Iterator[tuple[int, int]]:
 def _without(oracle: Oracle, first: int, last: int) -> Logprobs:
     hidden = oracle.hidden(oracle.decoder, np.delete(oracle.tokens, np.s_[first:last]))
     return oracle.from_logits(oracle.head(oracle.decoder, hidden[np.maximum(oracle.rows - (last - first), 0)]))
-
-
-def _unseen_since(oracle: Oracle, span: tuple[int, int], since: int) -> Logprobs:
-    def parts(count: int) -> list[Part]:
-        rows = [
-            (0, min(since, count), np.arange(min(since, count))),
-            (since, count, np.r_[0 : span[0], span[1] : count]),
-        ]
-        return [part for part in rows if part[0] < part[1]]
-
-    return oracle.logprobs(edited(oracle.decoder, Edit("attention", seeing(parts))))
 
 
 def _unseen(oracle: Oracle, first: int, last: int) -> Logprobs:

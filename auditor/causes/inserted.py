@@ -5,22 +5,49 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.edits import edited
+from auditor.causes.evidence import HINT, Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle
-from auditor.causes.search import Candidate, nearest
+from auditor.causes.rope import turned
+from auditor.causes.search import Candidate, cosine, nearest
 from auditor.causes.stepwise import Kept, Row
 from auditor.compare import Logprobs
 
 _TOKENS: Final = 1024  # of a vocabulary that are all tried
 _TOGETHER: Final = 64
 _FEW: Final = 2  # wrong rows whose bits tell
+_LEAST: Final = 16
+_MOST: Final = 16  # tokens that are not known
+_ALIKE: Final = 0.62  # cosine of two differences
 _AGAIN: Final = (1, 2, 3, 4, 8, 16)  # tokens that are read again
 
 
 def more_in_between(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """One token more, or some that were there before, in front of the first value that is wrong."""
-    if evidence.begins is not None and (best := nearest(evidence, oracle, _with_more(evidence, oracle))):
+    if evidence.begins is None:
+        return
+    if best := nearest(evidence, oracle, _with_more(evidence, oracle)):
         yield best
+        return
+    alike, more = max(_moved(evidence, oracle), default=(0.0, 0))
+    if alike > _ALIKE:
+        said = (
+            f"values move as where {more} tokens stand in front of them, which are not known: correlation {alike:.2f}"
+        )
+        yield Suggestion("other_context", HINT, said)
+
+
+def _moved(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[float, int]]:
+    """How alike to the difference it is that all from the first wrong token on stand so many positions further on."""
+    wrong = np.flatnonzero(evidence.differs[oracle.window] & np.isfinite(evidence.found[oracle.window]))
+    if wrong.size < _LEAST:
+        return
+    first, truth = int(oracle.rows[wrong[0]]) + 1, evidence.truth[oracle.window][wrong]
+    where, delta = np.arange(len(oracle.tokens), dtype=np.float64), evidence.delta[oracle.window][wrong]
+    for more in range(1, _MOST + 1):
+        moved = edited(oracle.decoder, turned(oracle, where + more * (where >= first)))
+        effect = oracle.logprobs(moved)[wrong].astype(np.float64) - truth
+        yield cosine(effect, delta), more
 
 
 def _with_more(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:

@@ -24,7 +24,6 @@ _GROWTH: Final = 4.0
 _SHRINKING: Final = 1.3
 _MOST_OF: Final = 0.9
 _TREND: Final = 0.15
-_BLOCK: Final = 8
 
 
 def flat_last_bits(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
@@ -91,11 +90,8 @@ def begins_somewhere(evidence: Evidence, noise: float | None) -> Iterator[Sugges
     differs = np.flatnonzero(evidence.differs)
     after = int((np.flatnonzero(evidence.active) >= differs[0]).sum())
     if evidence.begins is not None and differs.size >= max(_LEAST, _MOST_OF * after):
-        # Caches and chunks come in blocks; what begins anywhere else, and is no rounding, is what somebody put there.
-        block = any((evidence.begins + by) % _BLOCK == 0 for by in (0, 1))
-        block |= bool(np.median(np.abs(evidence.delta[differs])) < _limit(evidence, noise))
         yield Suggestion(
-            "kv_boundary" if block else "other_context",
+            "kv_boundary",
             _TRENDING,
             f"every value up to token {differs[0]} is right, and {differs.size} of {after} are wrong from there on,"
             f" where position {evidence.begins} is computed",

@@ -77,7 +77,7 @@ def padded_positions(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]
 def _padded(evidence: Evidence, oracle: Oracle, few: np.ndarray) -> Iterator[Candidate]:
     found, where = evidence.found[oracle.window][few], np.arange(len(oracle.tokens), dtype=np.float64)
     for pads in range(1, _MOST_PADS + 1):
-        moved = edited(oracle.decoder, _turned(oracle, where + pads))
+        moved = edited(oracle.decoder, turned(oracle, where + pads))
         if oracle.logprobs_of_rows(moved, few).tobytes() == found.tobytes():
             yield "position_offset", f"positions that begin at {pads}, as behind padding", oracle.logprobs(moved)
             return
@@ -98,7 +98,7 @@ def _fitted(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     for name, low, high, scaled in kinds:
 
         def under(value: float, scaled: Callable[[float], F64] = scaled) -> Decoder:
-            return edited(oracle.decoder, _turned(oracle, where, scaled(value)))
+            return edited(oracle.decoder, turned(oracle, where, scaled(value)))
 
         def error(value: float, under: Callable[[float], Decoder] = under) -> float:
             return float(np.abs(oracle.logprobs_of_rows(under(value), few) - found).mean())
@@ -110,7 +110,7 @@ def _fitted(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
 
 def _of_each(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     where = np.arange(len(oracle.tokens), dtype=np.float64)
-    yield from free_factors(evidence, oracle, lambda own: edited(oracle.decoder, _turned(oracle, where, own)))
+    yield from free_factors(evidence, oracle, lambda own: edited(oracle.decoder, turned(oracle, where, own)))
 
 
 def _far_away(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
@@ -125,11 +125,11 @@ def _far_away(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     where = np.arange(len(oracle.tokens), dtype=np.float64)
     left: list[tuple[float, int]] = []
     for by in offsets[np.argsort(np.abs(values - found[at[0]]))[:_CLOSEST]].tolist():
-        trial = oracle.logprobs_of_rows(edited(oracle.decoder, _turned(oracle, where + by * (where >= prompt))), few)
+        trial = oracle.logprobs_of_rows(edited(oracle.decoder, turned(oracle, where + by * (where >= prompt))), few)
         left.append((float(np.abs(trial - found[few]).mean()), by))
     error, by = min(left)
     if error < _PROMISING * float(np.abs(evidence.delta[oracle.window][few]).mean()):
-        moved = edited(oracle.decoder, _turned(oracle, where + by * (where >= prompt)))
+        moved = edited(oracle.decoder, turned(oracle, where + by * (where >= prompt)))
         yield "position_offset", f"response positions moved by {by:+d}", oracle.logprobs(moved)
 
 
@@ -147,7 +147,7 @@ def _skips(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     def moved(skip: Skip) -> Decoder:
         start, by, still = skip
         after = np.clip(where - start + 1, 0, still) if still else by * (where >= start)
-        return edited(oracle.decoder, _turned(oracle, where - after if still else where + after))
+        return edited(oracle.decoder, turned(oracle, where - after if still else where + after))
 
     def error(skip: Skip) -> float:
         if skip not in said:
@@ -183,24 +183,24 @@ def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
     """What is common before what is rare; positions first where values are right up to some token."""
     where = np.arange(len(oracle.tokens), dtype=np.float64)
     scalings = [
-        Model.of(oracle.decoder, "rope_scaling", name, _turned(oracle, where, frequencies, length))
+        Model.of(oracle.decoder, "rope_scaling", name, turned(oracle, where, frequencies, length))
         for name, frequencies, length in (*constant(oracle), *by_frequency(oracle), *_at_lengths(oracle))
     ]
     moves = [
-        Model.of(oracle.decoder, "position_offset", name, _turned(oracle, positions))
+        Model.of(oracle.decoder, "position_offset", name, turned(oracle, positions))
         for name, positions in _moves(evidence, oracle)
     ]
     if evidence.begins is not None:
         yield from moves
         return  # other angles are wrong from the first token on
     ranks = [
-        Model.of(oracle.decoder, "context_parallel", name, _turned(oracle, positions[: len(where)]))
+        Model.of(oracle.decoder, "context_parallel", name, turned(oracle, positions[: len(where)]))
         for name, positions in _of_ranks(len(evidence.rollout.tokens))
     ]
     yield from (*scalings[:3], *moves, *ranks, *scalings[3:])
     for name, frequencies, length in list(constant(oracle))[: len(FACTORS) + len(THETAS)]:
         for layers in some_layers(oracle.decoder.config.layers):
-            there = _turned(oracle, where, frequencies, length).at(
+            there = turned(oracle, where, frequencies, length).at(
                 *((layer, call) for layer in layers for call in (0, 1))
             )
             said = f"{name}, in layers {', '.join(map(str, layers))}"
@@ -236,7 +236,7 @@ def _of_ranks(total: int) -> Iterator[tuple[str, F64]]:
         yield f"positions that each of {ranks} ranks counts by itself", begun
 
 
-def _turned(oracle: Oracle, positions: F64, frequencies: F64 | None = None, length: float = 1.0) -> Edit:
+def turned(oracle: Oracle, positions: F64, frequencies: F64 | None = None, length: float = 1.0) -> Edit:
     """Token i turned as if it stood at positions[i], by other frequencies; `length` multiplies cosine and sine."""
     angle = positions[:, None] * (oracle.frequencies if frequencies is None else frequencies)[None, :]
     cos, sin = ((length * part).astype(np.float32) for part in (np.cos(angle), np.sin(angle)))
@@ -281,7 +281,7 @@ def _stretched(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
 def _of(oracle: Oracle, stretch: Stretch) -> Edit:
     kind, factor, original = stretch
     where = np.arange(len(oracle.tokens), dtype=np.float64)
-    return _turned(oracle, where, *stretched(oracle, kind, factor, original, (32.0, 1.0)))
+    return turned(oracle, where, *stretched(oracle, kind, factor, original, (32.0, 1.0)))
 
 
 def _moves(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[str, F64]]:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from auditor.causes.edits import Edit, edited
+from auditor.causes.evidence import HINT
 from auditor.causes.inputs import cause_of_failure
 from auditor.causes.inserted import more_in_between
 from auditor.causes.kv import stale_kv
 from auditor.causes.masked import masked_in_part
-from auditor.causes.patterns import begins_somewhere
 from auditor.causes.prompt import alone, chunk_of_the_prompt, one_more_token, other_prompt
 from auditor.causes.rope import rope
 from auditor.causes.seen import Mask, Part, attention_mask, missing, of_ranks, seeing, window, without_keys
@@ -279,8 +279,11 @@ def test_tokens_between_two_of_the_response_are_told(world: World, sample: Drawn
     certain(more_in_between, world, sample, values, "other_context", said_of_it)
 
 
-def test_what_begins_where_no_block_does_is_another_context(world: World, sample: Drawn) -> None:
-    for first, cause in ((16, "kv_boundary"), (19, "other_context")):
-        values = world.logprobs(world.decoder(sample.version), sample).copy()
-        values[first:] = world.logprobs(world.decoder(1), sample)[first:]
-        assert [s.cause for s in begins_somewhere(evidence_of(world, sample, values), 1e-3)] == [cause]
+def test_unknown_tokens_between_two_of_the_response_are_told_by_how_far_it_moved(world: World, sample: Drawn) -> None:
+    values = world.logprobs(world.decoder(sample.version), sample).copy()
+    longer = np.insert(sample.tokens, 54, (sample.tokens[:7] + 91) % 331)
+    values[30:] = of_tokens(world, sample, longer)[30:]
+    suggestion = said(more_in_between, world, sample, values)
+    assert suggestion is not None
+    assert (suggestion.cause, suggestion.score) == ("other_context", HINT)
+    assert "7 tokens" in suggestion.evidence
