@@ -13,7 +13,7 @@ from auditor.causes.evidence import HINT, STRONG, Evidence, Suggestion
 from auditor.causes.oracle import F64, Oracle
 
 _TOLERANCE: Final = 2e-4  # of a logarithm of a mass
-_WORK: Final = 1 << 22  # probabilities that are looked at
+_WORK: Final = 1 << 20  # probabilities that are looked at
 _ROWS: Final = 64
 _LEAST: Final = 8
 _MOSTLY: Final = 0.9

@@ -22,6 +22,7 @@ _ONE_WAY: Final = 0.75  # of the rows
 _EXACT: Final = 2e-4  # of the mass, left by the right tokens
 _ALIKE: Final = 0.02  # of a share
 _FEW: Final = 3  # rows for each token that is found, unless all are alike
+_TOKENS: Final = 4096  # that are told apart
 _EDGES: Final = 512
 _FARTHEST: Final = 300.0
 _TINY: Final = 1e-6
@@ -52,7 +53,9 @@ def many_tokens(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     mass[np.arange(rows.size), oracle.targets[rows]] = 0.0
     if best := nearest(evidence, oracle, _candidates(oracle, mass, own, added, sign)):
         yield best
-    elif moving := _moving(oracle, rows, added, mass):
+        return
+    told = _heaviest(mass)
+    if moving := _moving(oracle, rows, added, mass[:, told], told):
         yield moving
 
 
@@ -120,18 +123,20 @@ def _listed(mass: F64, wanted: F64, usual: Sequence[float]) -> tuple[I64, float 
     """
     if not (wanted > 0).all():
         return None
+    ids = _heaviest(mass)
+    mass = mass[:, ids]
     shares = _bounded(mass, wanted, np.inf)
     if np.abs(mass @ shares - wanted).sum() > _EXACT * wanted.sum():
         return None  # nor with fewer that may be
     tokens, share = _alike(mass, shares)
     if share is not None or _FEW * tokens.size <= len(wanted):
-        return tokens, share
+        return ids[tokens], share
     for share in usual:
         shares = _bounded(share * mass, wanted, 1.0)
         tokens, one = _alike(mass, shares)
         exact = np.abs(share * mass @ shares - wanted).sum() < _EXACT * wanted.sum()
         if exact and one is not None and abs(one - 1.0) < _ALIKE:
-            return tokens, share
+            return ids[tokens], share
     return None
 
 
@@ -173,12 +178,17 @@ def _bounded(columns: F64, wanted: F64, most: float) -> F64:
     return shares
 
 
-def _moving(oracle: Oracle, rows: I64, added: F64, mass: F64) -> Suggestion | None:
+def _heaviest(mass: F64) -> I64:
+    """Tokens that have mass in some row, in the order of their ids; of a large vocabulary the first few thousand."""
+    return np.sort(np.argsort(-mass.max(axis=0), kind="stable")[:_TOKENS])
+
+
+def _moving(oracle: Oracle, rows: I64, added: F64, mass: F64, told: I64) -> Suggestion | None:
     """One token that explains every row, by a number that only grows or only shrinks, or that a logit's size does."""
     with np.errstate(divide="ignore", invalid="ignore"):
         by = oracle.temperature * np.log1p(np.where(mass > 0, added[:, None] / mass, np.nan))
         unsure = oracle.temperature * _LAST_BITS / (mass + added[:, None])
-    size = np.abs(oracle.own_logits[rows][:, : mass.shape[1]].astype(np.float64))
+    size = np.abs(oracle.own_logits[np.ix_(rows, told)].astype(np.float64))
     for how, share in (("", 1.0), (" of its size", size)):
         numbers = np.where(unsure < _UNSURE * np.nanmax(np.abs(by), axis=0, initial=0.0), by / share, np.nan)
         known = np.isfinite(numbers)
@@ -192,11 +202,11 @@ def _moving(oracle: Oracle, rows: I64, added: F64, mass: F64) -> Suggestion | No
         walked[np.nanmax(steps, axis=0, initial=0.0) > 0.5 * reach] = np.inf
         at = int(walked.argmin())
         if walked[at] < _STEADY and reach[at] > 0.05 * np.nanmax(np.abs(path[:, at])):
-            said = path[np.isfinite(path[:, at]), at]
+            said, token = path[np.isfinite(path[:, at]), at], int(told[tokens[at]])
             return Suggestion(
                 "logit_processor",
                 STRONG,
-                f"the values are those of a softmax in which the logit of token {int(tokens[at])} moves ever further,"
+                f"the values are those of a softmax in which the logit of token {token} moves ever further,"
                 f" by {said[0]:+.3g}{how} near row {int(rows[0])} and {said[-1]:+.3g} near row {int(rows[-1])}",
             )
     return None
