@@ -12,6 +12,8 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, compile
 
+from rl_kernel.ops.attention.triton_backward import launch_for as backward_launch
+
 CUDA_SM90 = GPUTarget("cuda", 90, 32)
 HIP_GFX942 = GPUTarget("hip", "gfx942", 64)
 
@@ -125,12 +127,16 @@ def _attention() -> Iterator[Kernel]:
     )
     walk = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *fp32 *i32 i32 i32:16 i32:16 i32:16 i32:16 fp32"
     shape = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "WIDTH": 16}
+    launch = backward_launch(128)
+    shape |= {"matrix": True, "exp2": True}
     yield _kernel(
-        _BACKWARD, "dq_kernel", f"*bf16 {walk} fp32", 8, 2, matrix=True, exp2=True, **shape, ROWS=128, KEYS=64
-    )
+        _BACKWARD, "dq_kernel", f"*bf16 {walk} fp32", launch.warps, launch.stages, **shape,
+        ROWS=launch.dq_rows, KEYS=launch.dq_keys,
+    )  # fmt: skip
     yield _kernel(
-        _BACKWARD, "dkdv_kernel", f"*fp32 *fp32 {walk}", 8, 2, matrix=True, exp2=True, **shape, KEYS=128, ROWS=64
-    )
+        _BACKWARD, "dkdv_kernel", f"*fp32 *fp32 {walk}", launch.warps, launch.stages, **shape,
+        KEYS=launch.kv_keys, ROWS=launch.kv_rows,
+    )  # fmt: skip
     yield _kernel(_BACKWARD, "head_tree_kernel", "*bf16 *fp32 i32 fp32", 4, GROUP=5, D=128, ROWS=8)
 
 
@@ -160,7 +166,7 @@ def _logp() -> Iterator[Kernel]:
         ROWS=16,
     )
     yield _kernel(_LOGP, "merge_few_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32 i32", 8, exp2=True, WIDTH=4096, UNROLL=64)
-    yield _kernel(_LOGP, "gather_logp_kernel", "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 1, BLOCK=128)
+    yield _kernel(_LOGP, "gather_logp_kernel", "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32 i32", 1, BLOCK=128)
 
 
 def _rows() -> Iterator[Kernel]:

@@ -17,10 +17,11 @@ def tree_sum_kernel(
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """One program adds BLOCK values over RANKS parts: neighbours in pairs, an odd last one moving up."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = i < n
+    here, at = i < n, i
     values = ()
-    for r in tl.static_range(RANKS):
-        values = values + (tl.load(parts + r * n + i, mask=here, other=0.0),)
+    for _ in tl.static_range(RANKS):
+        values = values + (tl.load(parts + at, mask=here, other=0.0),)
+        at += n  # in 64 bits
     tl.store(y + i, stored(tree_of(values), FP32), mask=here)
 
 

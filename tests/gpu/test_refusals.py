@@ -49,7 +49,7 @@ def test_a_head_dim_without_a_kernel_names_the_nearest() -> None:
 
 def test_an_id_or_position_outside_its_table_becomes_nan_not_a_neighbour() -> None:
     from rl_kernel.ops.embedding.triton_kernel import embedding
-    from rl_kernel.ops.linear_logp.triton_kernel import linear_logp
+    from rl_kernel.ops.linear_logp.triton_kernel import linear_logp, logp_from_logits
     from rl_kernel.ops.rope.triton_kernel import rope
 
     table, outside = normal(10, 32), torch.tensor([3, 10, -1], device="cuda")
@@ -58,3 +58,6 @@ def test_an_id_or_position_outside_its_table_becomes_nan_not_a_neighbour() -> No
     assert rope(normal(3, 1, 32), cos, sin, outside).isnan().all(2).flatten().tolist() == [False, True, True]
     logp, _ = linear_logp(normal(3, 32), table, outside, temperature=1.0, vocab=9)
     assert logp.isnan().tolist() == [False, True, True]
+    ids = torch.tensor([[8, 9, 11, -1, 12]], device="cuda")
+    logp, _ = logp_from_logits(torch.zeros(1, 12, device="cuda"), ids, torch.ones(1, device="cuda"), vocab=9)
+    assert logp.isnan().tolist() == [[False, True, True, True, True]]

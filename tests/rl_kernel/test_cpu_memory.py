@@ -46,3 +46,31 @@ def test_memory_does_not_grow_with_the_product_of_two_lengths(body: str, full: s
     grown, control = map(int, done.stdout.split())
     assert control > 256, f"the full matrix added {control} MiB only"
     assert grown < 128, f"the op added {grown} MiB"
+
+
+# Each of two threads wants two buffers of 2 MiB, of which the first call gets none.
+_TOO_LITTLE = """
+import resource, torch
+from rl_kernel.ops.linear_logp import cpu as linear_logp
+torch.set_num_threads(2)
+def logp(vocab):
+    ids, heat = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2)
+    return linear_logp.logp_from_logits(logits[:, :vocab].contiguous(), ids, heat, vocab=vocab)[0].tolist()
+logits = torch.zeros(2, 1 << 25)
+print(logp(64))
+size = 4096 * int(open("/proc/self/statm").read().split()[0])
+for room in (1 << 20, 1 << 40):
+    resource.setrlimit(resource.RLIMIT_AS, (size + room, resource.RLIM_INFINITY))
+    try:
+        print(logp(1 << 25))
+    except MemoryError:
+        print("too little")
+"""
+
+
+def test_a_task_without_memory_is_an_error_of_the_call_and_the_next_call_is_right() -> None:
+    done = subprocess.run([sys.executable, "-c", _TOO_LITTLE], capture_output=True, text=True, check=True)
+    before, refused, after = done.stdout.splitlines()
+    assert before == str([[-4.158883094787598]] * 2)  # ln 64
+    assert refused == "too little"
+    assert after == str([[-17.32868003845215]] * 2)  # ln 2²⁵

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <thread>
+#include <utility>
 #include <vector>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -88,11 +89,18 @@ bool ThreadPool::run(int64_t tasks, int helpers, Task task, void* context) {
   work();
   gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
   wait_until(gate_, kCallerSpins, [](uint32_t gate) { return inside(gate) == 0; });
+  if (failed_.exchange(false)) std::rethrow_exception(std::exchange(failure_, nullptr));
   return true;
 }
 
+// A task may run out of memory. The caller is told once nobody works on its job any more.
 void ThreadPool::work() {
-  for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) task_(context_, i);
+  try {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) task_(context_, i);
+  } catch (...) {
+    next_.store(tasks_, std::memory_order_relaxed);
+    if (!failed_.exchange(true)) failure_ = std::current_exception();
+  }
 }
 
 // A helper that is inside keeps the job alive: the caller returns, and another may come, only when all have left.

@@ -7,6 +7,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 
 namespace cpu {
@@ -21,7 +22,8 @@ class ThreadPool {
   static ThreadPool& instance();
 
   // Runs task(context, i) for i in [0, tasks) here and on up to `helpers` threads. False, with nothing done, if another
-  // caller has the pool: the tasks are then better done by the caller alone.
+  // caller has the pool: the tasks are then better done by the caller alone. What a task throws, this throws when no
+  // thread is at the job any more; of several the first.
   bool run(int64_t tasks, int helpers, Task task, void* context);
 
  private:
@@ -39,6 +41,8 @@ class ThreadPool {
   Task task_ = nullptr;
   void* context_ = nullptr;
   int size_ = 0;
+  std::atomic<bool> failed_{false};
+  std::exception_ptr failure_;
 };
 
 }  // namespace cpu

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <new>
+#include <utility>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -47,10 +48,12 @@ void* scratch(int slot, size_t bytes) {
   thread_local Buffer buffers[8];
   Buffer& buffer = buffers[slot];
   if (buffer.bytes < bytes) {
-    std::free(buffer.data);
-    buffer.bytes = (bytes + 4095) / 4096 * 4096;
-    buffer.data = std::aligned_alloc(4096, buffer.bytes);
+    std::free(std::exchange(buffer.data, nullptr));
+    buffer.bytes = 0;
+    const size_t pages = (bytes + 4095) / 4096 * 4096;
+    buffer.data = std::aligned_alloc(4096, pages);
     if (!buffer.data) throw std::bad_alloc();
+    buffer.bytes = pages;
   }
   return buffer.data;
 }

@@ -165,12 +165,14 @@ def vocab_stats_kernel(
 
 
 @triton.jit
-def gather_logp_kernel(logp, logits, ids, temperature, lse, columns, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def gather_logp_kernel(
+    logp, logits, ids, temperature, lse, columns, width, vocab, BLOCK: tl.constexpr
+):  # type: ignore[no-untyped-def]  # fmt: skip
     """logp of BLOCK of one token's ids. An id outside the vocabulary gives NaN."""
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     id = tl.load(ids + token * columns + j, mask=j < columns, other=0)
-    x = tl.load(logits + token * width + id, mask=(id >= 0) & (id < width), other=float("nan"))
+    x = tl.load(logits + token * width + id, mask=(id >= 0) & (id < vocab), other=float("nan"))
     z = tl.div_rn(x, tl.load(temperature + token) + tl.zeros_like(x))
     tl.store(logp + token * columns + j, canonical(z - tl.load(lse + token)), mask=j < columns)
 
@@ -326,14 +328,14 @@ def merge_vocab_stats(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 def logp_from_logits(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, *, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits[T,V] fp32, ids[T,J] int64, temperature[T] fp32 → logp[T,J], lse[T] fp32."""
+    """logits[T,V] fp32, ids[T,J] int64, temperature[T] fp32 → logp[T,J], lse[T] fp32; NaN for an id outside [0, vocab)."""
     m, s = vocab_stats(logits, temperature, vocab_start=0, vocab=vocab)
     require("logp_from_logits", "ids", ids, I64, logits.shape[0], None)
     lse = merge_vocab_stats(m, s)
     logp = torch.empty(ids.shape, dtype=F32, device=logits.device)
     if logp.numel():
         gather_logp_kernel[(ids.shape[0], cdiv(ids.shape[1], 128))](
-            logp, logits, ids, temperature, lse, ids.shape[1], logits.shape[1],
+            logp, logits, ids, temperature, lse, ids.shape[1], logits.shape[1], vocab,
             BLOCK=128, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return logp, lse
