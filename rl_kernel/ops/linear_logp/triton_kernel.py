@@ -328,7 +328,7 @@ def merge_vocab_stats(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 def logp_from_logits(
     logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, *, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits[T,V] fp32, ids[T,J] int64, temperature[T] fp32 → logp[T,J], lse[T] fp32; NaN for an id outside [0, vocab)."""
+    """logits[T,V] fp32, ids[T,J] int64 (outside [0, vocab): NaN), temperature[T] fp32 → logp[T,J], lse[T] fp32."""
     m, s = vocab_stats(logits, temperature, vocab_start=0, vocab=vocab)
     require("logp_from_logits", "ids", ids, I64, logits.shape[0], None)
     lse = merge_vocab_stats(m, s)
