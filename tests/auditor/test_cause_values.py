@@ -104,10 +104,12 @@ def test_many_tokens_are_told_by_the_mass_of_all(
         assert word in suggestion.evidence
 
 
-def test_zeros_in_a_part_are_no_list_of_tokens(world: World, sample: Drawn) -> None:
+def test_one_number_in_a_part_is_no_list_of_tokens_and_no_other_sample(world: World, sample: Drawn) -> None:
     wrong = right(world, sample).copy()
     wrong[20:50] = 0.0
     assert said(many_tokens, world, sample, wrong) is None
+    wrong[20:50] = np.median(wrong[50:])
+    assert not list(unrelated_values(evidence_of(world, sample, wrong)))
 
 
 def test_what_leaves_out_other_tokens_than_the_unlikeliest_is_a_filter_of_another_order_or_a_list(
