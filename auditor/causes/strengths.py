@@ -4,8 +4,8 @@ A strength is a number: to the first order the difference says which, and how su
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from itertools import permutations
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, permutations
 from typing import Final
 
 import numpy as np
@@ -26,6 +26,7 @@ _ODD: Final = 4.0
 _LEFT_IN: Final = 3.0
 _SINGLE: Final = 64  # tensors
 _ALONE: Final = 3.0
+_AVERAGED: Final = 3.0  # a cost of each version
 
 Effects = Mapping[str, Effect]
 
@@ -53,6 +54,29 @@ class Strengths:
                 yield from self._of_block(version, name, frozenset([name]), _ALONE, usual=True)
         for later, earlier in permutations(self._sources, 2):
             yield from self._left_in(later, earlier)
+        if self._measured.response is not None:
+            for count in range(2, len(self._sources) + 1):
+                yield from map(self._average, combinations(self._sources, count))
+
+    def _average(self, versions: Sequence[int]) -> Guess:
+        """All tensors a mixture of some versions and the stated one, as an average over steps is."""
+        every = [frozenset(self._measured.layout(self._sources[version]).names) for version in versions]
+        effects = np.stack([self._effect(v, names) for v, names in zip(versions, every, strict=True)], axis=1)
+        shares = np.round(np.linalg.lstsq(effects, self._measured.delta, rcond=None)[0], 2)
+        parts = dict(zip(versions, shares.astype(np.float32), strict=True))
+
+        def make() -> dict[str, Bits]:
+            mixed: dict[str, Bits] = {}
+            for name, weight in self._now.items():
+                own = widen(weight)
+                moved = [p * (widen(self._sources[v].weights[name]) - own) for v, p in parts.items()]
+                mixed[name] = narrow((own + np.sum(moved, axis=0)).astype(np.float32))
+            return mixed
+
+        said = " and ".join(f"{share:g} of version {version}" for version, share in parts.items())
+        effect = effects @ shares
+        unlikely = self._measured.unlikely(effect, _AVERAGED * len(versions))
+        return Guess("adapter_scale", f"a mixture of all tensors, {said} in it", unlikely, make, effect)
 
     def _of_block(self, version: int, said: str, names: Names, cost: float, usual: bool = False) -> Iterator[Guess]:
         """usual: only strengths that are."""

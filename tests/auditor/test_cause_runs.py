@@ -104,6 +104,18 @@ def test_every_other_value_that_is_old_is_not_taken_for_half_of_a_change(world: 
     assert "some values of" in suggestion.evidence
 
 
+def test_an_average_of_versions_is_a_mixture_and_no_part_of_an_update(world: World, sample: Drawn) -> None:
+    now, last, before = (
+        {n: from_bf16(w) for n, w in world.decoder(sample.version - back).weights.items()} for back in (0, 1, 2)
+    )
+    half, third, rest = np.float32(0.5), np.float32(0.3), np.float32(0.2)
+    mixed = {n: to_bf16(half * now[n] + third * last[n] + rest * before[n]) for n in now}
+    suggestion = said(mixed_weights, world, sample, world.logprobs(world.with_weights(mixed), sample))
+    assert suggestion is not None
+    assert suggestion.cause == "adapter_scale"
+    assert "a mixture of all tensors" in suggestion.evidence
+
+
 def test_one_tensor_in_another_strength_is_found_to_the_bit_though_it_is_less_than_rounding(
     world: World, sample: Drawn
 ) -> None:
