@@ -7,6 +7,7 @@
 What is written in one transaction is there together, or not at all.
 """
 
+import copy
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -224,7 +225,7 @@ class Ledger:
     @contextmanager
     def savepoint(self, unit: Unit) -> Iterator[None]:
         """Inside a transaction: undo only the block where it raises. After a LedgerError nothing of it can go on."""
-        tail, counts, after = unit.tail, dict(unit.counts), list(unit.after_commit)
+        before = {name: copy.copy(value) for name, value in vars(unit).items() if name != "_database"}
         self._database.run("SAVEPOINT part")
         try:
             yield
@@ -233,7 +234,7 @@ class Ledger:
         except Exception:
             self._database.run("ROLLBACK TO part")
             self._database.run("RELEASE part")
-            unit.tail, unit.counts, unit.after_commit = tail, counts, after
+            vars(unit).update(before)
             raise
         self._database.run("RELEASE part")
 
