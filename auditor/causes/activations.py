@@ -40,7 +40,7 @@ from rl_kernel.reference.ops import Bits, Reference, widen
 
 _LEAST: Final = 1.2  # in roundings: less is made by any order of sums
 _TRIED: Final = 24
-_IN_ALL: Final = 160
+_IN_ALL: Final = 96
 _FIXED: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # largest values that somebody may have calibrated
 _PRODUCTS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # in order of calls
 _SETS: Final = (

@@ -26,6 +26,7 @@ _COPIED: Final = 1 << 26  # the same, of which a copy is made for each mistake
 _RANKS: Final = (2, 4)
 _LEAST: Final = 1.5  # in roundings: less is made by no tensor that is another one
 _FAR: Final = 12.0  # in roundings
+_NEAR: Final = 64  # mistakes that are tried where the first order says which are likely
 _LOST: Final = 100  # the same as `_TRIED`, for what is lost
 _TRIED: Final = 540  # of what moves values too far for the first order to tell
 
@@ -47,8 +48,10 @@ def altered_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         mistakes = (*_misplaced(decoder), *_moved(decoder))
         sources = [Source("other_weights", f"{{}} with {name}", weights) for name, weights in mistakes]
         # What moves values that far tells nothing to the first order: mistakes are tried as they are common.
-        effects = [{} for _ in sources] if measured.size > _FAR else measured.effects(sources)
-        yield from searched(evidence, measured, sources, Layout.tensors, effects=effects, most=_TRIED)
+        far = measured.response is None or measured.size > _FAR
+        effects = [{} for _ in sources] if far else measured.effects(sources)
+        most = _TRIED if far else _NEAR
+        yield from searched(evidence, measured, sources, Layout.tensors, effects=effects, most=most)
         lost = Source("other_weights", "no values in {}", Changed(decoder.weights, np.zeros_like))
         effects = measured.effects([lost], parts=True)
         yield from searched(evidence, measured, [lost], Layout.tensors, effects=effects, most=_LOST, in_runs=True)
