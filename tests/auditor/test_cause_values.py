@@ -11,7 +11,7 @@ from auditor.causes.bands import other_filters
 from auditor.causes.combined import combined_values
 from auditor.causes.evidence import IN_PART, SETTLED, STRONG, Evidence
 from auditor.causes.filler import filler
-from auditor.causes.head import low_precision_output
+from auditor.causes.head import low_precision_output, low_precision_values
 from auditor.causes.inputs import cause_of_failure
 from auditor.causes.logits import logit_processor, penalised_values
 from auditor.causes.lookup import value_order
@@ -299,6 +299,13 @@ def test_what_was_done_to_values_is_read_off_them(
     (suggestion,) = read(evidence_of(world, sample, wrong))
     assert suggestion.cause == cause
     assert word in suggestion.evidence
+
+
+def test_values_of_16_bits_are_not_taken_for_multiples_of_their_step(world: World, sample: Drawn) -> None:
+    high = np.where(right(world, sample) > -2.0, np.float32(-3.0), right(world, sample)).astype(np.float32)
+    evidence = replace(evidence_of(world, sample, from_bf16(to_bf16(high))), truth=high)
+    assert not list(value_transform(evidence))
+    assert list(low_precision_values(evidence))
 
 
 @pytest.mark.parametrize(
