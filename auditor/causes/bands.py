@@ -43,12 +43,14 @@ def other_filters(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         "the unlikeliest, without the likeliest": -surprise,
         **{f"the likeliest of each of {ranks} ranks": _within(surprise, ranks) for ranks in _RANKS},
     }
-    sharp = 0
+    sharp, partly = 0, False
     for which, measure in orders.items():
         fits, step = _first_of(np.take_along_axis(p, np.argsort(measure, axis=1, kind="stable"), axis=1), own, lifts)
         sharp += bool(np.median(step) > _SHARP * _TOLERANCE)
-        if which == "the likeliest" and (fits.mean() >= _SELDOM or not sharp):
-            return  # another's
+        if which == "the likeliest":
+            partly = fits.mean() >= _SELDOM
+            if fits.mean() >= _MOSTLY or not sharp:
+                return  # another's
         if fits.mean() >= _MOSTLY and np.median(step) > _SHARP * _TOLERANCE:
             yield Suggestion(
                 "truncated_sampling",
@@ -57,6 +59,8 @@ def other_filters(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
                 f" {which}",
             )
             return
+    if partly:
+        return
     yield Suggestion(
         "logit_processor",
         HINT + 0.07,
