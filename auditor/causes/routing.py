@@ -22,7 +22,7 @@ def other_experts(evidence: Evidence) -> Iterator[Suggestion]:
     if covered >= 0.5 or moved[: first + 1].any():
         yield Suggestion(
             "routing",
-            0.5 + 0.45 * covered,
+            max(0.5 + 0.45 * covered, 0.6),
             f"{int(routed.sum())} of {routed.size} response tokens went to other experts; {covered:.0%} of the"
             f" {int(differs.sum())} differing tokens are among them; of those in front of the first,"
             f" {int(moved[: first + 1].sum())} went elsewhere",
