@@ -31,8 +31,9 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt
 	@$(PIP) uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@ $(VENV)/.built
 
-# A changed C++ source is built before anything runs, so that nothing passes on yesterday's binary.
-$(VENV)/.built: $(VENV)/.installed $(wildcard rl_kernel/csrc/*/*)
+# A changed C++ source is built before anything runs, so that nothing passes on yesterday's binary. An editable install
+# remembers where every module was, so a new package asks for another one, too.
+$(VENV)/.built: $(VENV)/.installed $(wildcard rl_kernel/csrc/*/*) $(shell find rl_kernel services auditor -name __init__.py)
 	@mkdir -p build && flock build/.lock $(PIP) install -qq --no-build-isolation --no-deps -e .
 	@touch $@
 

@@ -9,20 +9,20 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.distribution.head import low_precision_head
+from auditor.causes.distribution.logits import logit_processor
+from auditor.causes.distribution.masses import many_tokens
+from auditor.causes.distribution.penalties import repeated
+from auditor.causes.distribution.shards import one_shard
+from auditor.causes.distribution.softmax import touched_tokens
+from auditor.causes.distribution.softmax_steps import rounded_steps
+from auditor.causes.distribution.temperature import temperature
+from auditor.causes.distribution.truncation import truncation
 from auditor.causes.evidence import STRONG, Evidence, Suggestion
-from auditor.causes.head import low_precision_head
-from auditor.causes.logits import logit_processor
-from auditor.causes.lookup import other_token, value_order
-from auditor.causes.masses import many_tokens
-from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
 from auditor.causes.oracle import Oracle, VersionUnavailable
-from auditor.causes.penalties import repeated
-from auditor.causes.shards import one_shard
-from auditor.causes.softmax import touched_tokens
-from auditor.causes.softmax_steps import rounded_steps
-from auditor.causes.temperature import temperature
-from auditor.causes.transform import value_transform
-from auditor.causes.truncation import truncation
+from auditor.causes.values.lookup import other_token, value_order
+from auditor.causes.values.misalignment import shifted_from_a_point, shifted_values, wrong_row
+from auditor.causes.values.transform import value_transform
 from auditor.compare import Logprobs
 
 NEARLY: Final = 0.99 * STRONG

@@ -6,48 +6,48 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.activations import products_in_fewer_bits
-from auditor.causes.altered import altered_weights
-from auditor.causes.bands import other_filters
-from auditor.causes.coherent import one_factor
-from auditor.causes.combined import combined_values
-from auditor.causes.constants import other_constants
-from auditor.causes.context import cut_in_front, more_in_front, part_of_the_prompt
-from auditor.causes.context_parallel import slice_edges
+from auditor.causes.computation.activations import products_in_fewer_bits
+from auditor.causes.computation.constants import other_constants
+from auditor.causes.computation.precision import low_precision
+from auditor.causes.computation.reduction import rounding_noise, split_sums
+from auditor.causes.computation.variants import other_model
+from auditor.causes.context.context_parallel import slice_edges
+from auditor.causes.context.front import cut_in_front, more_in_front, part_of_the_prompt
+from auditor.causes.context.inserted import more_in_between
+from auditor.causes.context.kv import boundary, lost_blocks, stale_kv
+from auditor.causes.context.masked import masked_in_part
+from auditor.causes.context.prompt import chunk_of_the_prompt, one_more_token, other_prompt
+from auditor.causes.context.rope import padded_positions, rope
+from auditor.causes.context.routing import other_experts
+from auditor.causes.context.seen import attention_mask
+from auditor.causes.context.stepwise import row_by_row
+from auditor.causes.context.stored import stored_in_fewer_bits
+from auditor.causes.context.tenants import other_tenants
+from auditor.causes.distribution.bands import other_filters
+from auditor.causes.distribution.head import low_precision_head, low_precision_output, low_precision_values
+from auditor.causes.distribution.logits import logit_processor, penalised_values
+from auditor.causes.distribution.masses import many_tokens
+from auditor.causes.distribution.shards import one_shard
+from auditor.causes.distribution.softmax import tokens_forbidden, touched_tokens
+from auditor.causes.distribution.softmax_steps import rounded_steps
+from auditor.causes.distribution.temperature import temperature
+from auditor.causes.distribution.truncation import truncation
 from auditor.causes.evidence import SETTLED, STRONG, Evidence, Suggestion
-from auditor.causes.filler import filler
-from auditor.causes.head import low_precision_head, low_precision_output, low_precision_values
-from auditor.causes.inserted import more_in_between
-from auditor.causes.kv import boundary, lost_blocks, stale_kv
-from auditor.causes.logits import logit_processor, penalised_values
-from auditor.causes.lookup import other_token, value_order
-from auditor.causes.masked import masked_in_part
-from auditor.causes.masses import many_tokens
-from auditor.causes.misalignment import shifted_from_a_point, shifted_values, wrong_row
-from auditor.causes.nonfinite import nonfinite
 from auditor.causes.oracle import Oracle, OutOfBudget
 from auditor.causes.patterns import BEYOND_BY_BOTH, begins_somewhere, flat_last_bits, other_weights, trend
 from auditor.causes.pieces import Piece, largest_piece, together
-from auditor.causes.precision import low_precision
-from auditor.causes.prompt import chunk_of_the_prompt, one_more_token, other_prompt
-from auditor.causes.reduction import rounding_noise, split_sums
-from auditor.causes.rope import padded_positions, rope
-from auditor.causes.rounded import rounded_weights
-from auditor.causes.routing import other_experts
-from auditor.causes.seen import attention_mask
-from auditor.causes.shards import one_shard
-from auditor.causes.softmax import tokens_forbidden, touched_tokens
-from auditor.causes.softmax_steps import rounded_steps
 from auditor.causes.steps import sampler_defaults, two_steps
-from auditor.causes.stepwise import row_by_row
-from auditor.causes.stored import stored_in_fewer_bits
-from auditor.causes.temperature import temperature
-from auditor.causes.tenants import other_tenants
-from auditor.causes.transform import value_transform
-from auditor.causes.truncation import truncation
-from auditor.causes.unrelated import other_response, unrelated_values
-from auditor.causes.variants import other_model
-from auditor.causes.weights import mixed_weights, stale_weights
+from auditor.causes.values.combined import combined_values
+from auditor.causes.values.filler import filler
+from auditor.causes.values.lookup import other_token, value_order
+from auditor.causes.values.misalignment import shifted_from_a_point, shifted_values, wrong_row
+from auditor.causes.values.nonfinite import nonfinite
+from auditor.causes.values.transform import value_transform
+from auditor.causes.values.unrelated import other_response, unrelated_values
+from auditor.causes.weights.altered import altered_weights
+from auditor.causes.weights.coherent import one_factor
+from auditor.causes.weights.rounded import rounded_weights
+from auditor.causes.weights.versions import mixed_weights, stale_weights
 
 Read = Callable[[Evidence], Iterator[Suggestion]]
 Compute = Callable[[Evidence, Oracle], Iterator[Suggestion]]

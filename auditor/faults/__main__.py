@@ -10,6 +10,7 @@ lists that are only counted, as many as may be).
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -22,13 +23,14 @@ from auditor.faults.blind_model import BLIND
 from auditor.faults.blind_second import SECOND_BLIND
 from auditor.faults.blind_third import THIRD_BLIND
 from auditor.faults.held_out import FOURTH
-from auditor.faults.matrix import AnyFault, flagged_clean, outcomes, outcomes_of, table
+from auditor.faults.matrix import SUITE, AnyFault, flagged_clean, outcomes, table
 from auditor.faults.reported import THIRD
 from auditor.faults.strangers import FIRST, SECOND
 from auditor.faults.world import World
 from rl_kernel.errors import ModelError
 
 LISTS: Final[Mapping[str, tuple[AnyFault, ...]]] = {
+    "suite": SUITE,
     "strangers": (*FIRST, *SECOND),
     "reported": THIRD,
     "held-out": FOURTH,
@@ -47,7 +49,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--clean", type=int, default=1000, help="sound samples to judge (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
     parser.add_argument("--evidence", action="store_true", help="print every suggestion with its evidence")
-    parser.add_argument("--list", choices=["suite", *LISTS], default="suite", help="which faults (default: suite)")
+    parser.add_argument("--list", choices=LISTS, default="suite", help="which faults (default: suite)")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="spent on the causes of a sample at most (default: no limit)"
+    )
     given = parser.parse_args(arguments)
     for name, least in (("each", 1), ("clean", 0), ("seed", 0)):
         if (number := getattr(given, name)) < least:
@@ -59,8 +64,7 @@ def main(arguments: list[str]) -> int:
         print(f"faults: {error}", file=sys.stderr)
         return 2
     found = []
-    broken = outcomes(world, given.each) if given.list == "suite" else outcomes_of(LISTS[given.list], world, given.each)
-    for outcome in broken:
+    for outcome in outcomes(LISTS[given.list], world, given.each, given.seconds):
         found.append(outcome)
         if given.evidence:
             for cause, score, evidence in outcome.causes:

@@ -1,8 +1,10 @@
 """Run every fault through the auditor's own judgement and diagnosis, and count what it says."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from auditor.causes.inputs import cause_of_failure
 from auditor.causes.sample import Weights, diagnose_sample
@@ -44,15 +46,11 @@ class Outcome:
         return not self.missed and self.first in self.right
 
 
-def outcomes(world: World, each: int) -> Iterator[Outcome]:
-    """Every fault of the suite `each` times, on a side drawn at random."""
-    yield from outcomes_of(
-        (*FAULTS, PairFault("other experts", frozenset({"routing"}), routed), *DECLARED), world, each
-    )
+SUITE: Final[tuple[AnyFault, ...]] = (*FAULTS, PairFault("other experts", frozenset({"routing"}), routed), *DECLARED)
 
 
-def outcomes_of(faults: Sequence[AnyFault], world: World, each: int) -> Iterator[Outcome]:
-    """Each of these faults `each` times, on a side drawn at random."""
+def outcomes(faults: Sequence[AnyFault], world: World, each: int, seconds: float = math.inf) -> Iterator[Outcome]:
+    """Each of these faults `each` times, on a side drawn at random. seconds: for the causes of a sample, at most."""
     for fault in faults:
         if isinstance(fault, DeclaredFault):
             for sample in world.draw(each, PROMPT, RESPONSE):
@@ -62,7 +60,7 @@ def outcomes_of(faults: Sequence[AnyFault], world: World, each: int) -> Iterator
             for sample in world.draw(each, PROMPT, RESPONSE):
                 side = world.random.choice(["rollout", "trainer"])
                 pair = fault.bend(world, sample, world.records(sample), side)
-                yield _judged(world, sample, fault.name, fault.causes, side, pair)
+                yield _judged(world, sample, fault, side, pair, seconds)
             continue
         for sample, wrong in _broken(world, fault, each):
             side = world.random.choice(["rollout", "trainer"])
@@ -72,7 +70,7 @@ def outcomes_of(faults: Sequence[AnyFault], world: World, each: int) -> Iterator
                 if side == "rollout"
                 else (rollout, replace(trainer, logprobs=wrong))
             )
-            yield _judged(world, sample, fault.name, fault.causes, side, pair)
+            yield _judged(world, sample, fault, side, pair, seconds)
 
 
 def _broken(world: World, fault: Fault, count: int) -> Iterator[tuple[Drawn, Logprobs]]:
@@ -113,7 +111,7 @@ def table(found: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _judged(world: World, sample: Drawn, fault: str, right: frozenset[str], side: str, pair: Pair) -> Outcome:
+def _judged(world: World, sample: Drawn, fault: Fault | PairFault, side: str, pair: Pair, seconds: float) -> Outcome:
     rollout, trainer = pair
     decoder = world.decoder(sample.version)
     truth = world.logprobs(decoder, sample)
@@ -121,9 +119,9 @@ def _judged(world: World, sample: Drawn, fault: str, right: frozenset[str], side
     judgement = judge_pair(rollout, trainer, known_contracts()).judgement
     judgement = judge_with_reference(judgement, rollout, trainer, reference)
     weights = Weights(decoder, tuple(range(1, VERSIONS + 1)), world.decoder)
-    suggestions = diagnose_sample(rollout, trainer, reference, weights)
+    suggestions = diagnose_sample(rollout, trainer, reference, weights, seconds=seconds)
     said = tuple((s.cause, s.score, s.evidence) for s in suggestions)
-    return Outcome(fault, right, side, judgement.side.value, said)
+    return Outcome(fault.name, fault.causes, side, judgement.side.value, said)
 
 
 def _declared(fault: str, right: frozenset[str], pair: Pair) -> Outcome:

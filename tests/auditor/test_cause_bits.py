@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from auditor.causes.activations import products_in_fewer_bits
+from auditor.causes.computation.activations import products_in_fewer_bits
 from auditor.causes.edits import DOWN, GATE, UP, Edit, edited
-from auditor.causes.grids import E4M3, FP4, INT4_ZERO, ROW, coarse, group
 from auditor.causes.oracle import F32
-from auditor.causes.rounded import rounded_weights
+from auditor.causes.weights.grids import E4M3, FP4, INT4_ZERO, ROW, coarse, group
+from auditor.causes.weights.rounded import rounded_weights
 from auditor.faults.blind_third_ops import EagerAttention, Native
 from auditor.faults.ops import broken
 from auditor.faults.reported import to_e4m3

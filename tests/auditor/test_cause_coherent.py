@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from auditor.causes.coherent import one_factor
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import STRONG
+from auditor.causes.weights.coherent import one_factor
 from auditor.faults.blind_third_ops import Native
 from auditor.faults.ops import broken
 from auditor.faults.world import Drawn, World, from_bf16, to_bf16

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from auditor.causes.constants import capped, other_constants, scaled
+from auditor.causes.computation.constants import capped, other_constants, scaled
+from auditor.causes.computation.variants import other_model
 from auditor.causes.edits import Edit, edited, places
-from auditor.causes.variants import other_model
 from auditor.faults.world import Drawn, World, from_bf16, to_bf16
 from rl_kernel.reference.ops import Bits, Reference
 from tests.auditor.diagnosis import Compute, certain, said

@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from auditor.causes.computation.variants import other_model
+from auditor.causes.context.inserted import more_in_between
+from auditor.causes.context.kv import stale_kv
+from auditor.causes.context.masked import masked_in_part
+from auditor.causes.context.prompt import alone, chunk_of_the_prompt, one_more_token, other_prompt
+from auditor.causes.context.rope import rope
+from auditor.causes.context.seen import Mask, Part, attention_mask, missing, of_ranks, seeing, window, without_keys
+from auditor.causes.context.stepwise import row_by_row
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import HINT
 from auditor.causes.inputs import cause_of_failure
-from auditor.causes.inserted import more_in_between
-from auditor.causes.kv import stale_kv
-from auditor.causes.masked import masked_in_part
-from auditor.causes.prompt import alone, chunk_of_the_prompt, one_more_token, other_prompt
-from auditor.causes.rope import rope
-from auditor.causes.seen import Mask, Part, attention_mask, missing, of_ranks, seeing, window, without_keys
-from auditor.causes.stepwise import row_by_row
-from auditor.causes.variants import other_model
 from auditor.compare import Logprobs
 from auditor.contracts import known_contracts
 from auditor.faults.ops import Kv, WrongKv, broken

@@ -8,25 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from auditor.causes.computation.precision import low_precision
+from auditor.causes.computation.variants import other_model
+from auditor.causes.context.kv import lost_blocks
+from auditor.causes.context.rope import rope
+from auditor.causes.context.seen import ahead, attention_mask, seeing, window
+from auditor.causes.context.stored import stored_in_fewer_bits
+from auditor.causes.context.tenants import other_tenants
+from auditor.causes.distribution.softmax import touched_tokens
+from auditor.causes.distribution.temperature import temperature
+from auditor.causes.distribution.truncation import truncation
 from auditor.causes.edits import Edit, edited, places
 from auditor.causes.evidence import CERTAIN, IN_PART, Evidence, Suggestion
 from auditor.causes.inputs import cause_of_failure
-from auditor.causes.kv import lost_blocks
 from auditor.causes.oracle import Oracle
 from auditor.causes.patterns import begins_somewhere, flat_last_bits, trend
-from auditor.causes.precision import low_precision
-from auditor.causes.rope import rope
 from auditor.causes.sample import Weights, diagnose_pair, diagnose_sample
-from auditor.causes.seen import ahead, attention_mask, seeing, window
-from auditor.causes.softmax import touched_tokens
 from auditor.causes.steps import two_steps
-from auditor.causes.stored import stored_in_fewer_bits
 from auditor.causes.table import LOOKS_LIKE, ranked
-from auditor.causes.temperature import temperature
-from auditor.causes.tenants import other_tenants
-from auditor.causes.truncation import truncation
-from auditor.causes.variants import other_model
-from auditor.causes.weights import mixed_weights
+from auditor.causes.weights.versions import mixed_weights
 from auditor.compare import Logprobs
 from auditor.contracts import known_contracts
 from auditor.faults.suite import Break, filtered, logits_of, read_off, rotated
@@ -145,12 +145,12 @@ def test_eight_bits_are_found_with_their_scale_and_on_what_they_were(
         wrong = under(edit)(world, sample)
         certain(stored_in_fewer_bits, world, sample, wrong, "kv_precision", "keys of", "in 8-bit integers", name)
         with monkeypatch.context() as too_large:
-            too_large.setattr("auditor.causes.slots.response_of", lambda oracle, rows: None)
+            too_large.setattr("auditor.causes.context.slots.response_of", lambda oracle, rows: None)
             certain(low_precision, world, sample, wrong, "kv_precision", "keys in 8-bit integers", name)
     both = Edit("gemm", lambda plain, x, w, segments=1: plain.gemm(int8(x, (1,)), int8(w, (1,)), segments=segments))
     wrong = under(both)(world, sample)
     with monkeypatch.context() as too_large:
-        too_large.setattr("auditor.causes.mixture.response_of", lambda oracle, rows: None)
+        too_large.setattr("auditor.causes.weights.mixture.response_of", lambda oracle, rows: None)
         certain(low_precision, world, sample, wrong, "activation_precision", "products in 8-bit")
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from auditor.causes.evidence import CERTAIN, Suggestion
-from auditor.causes.parts import Layout, span
-from auditor.causes.rounded import rounded_weights
-from auditor.causes.runs import runs
-from auditor.causes.weights import mixed_weights
+from auditor.causes.weights.parts import Layout, span
+from auditor.causes.weights.rounded import rounded_weights
+from auditor.causes.weights.runs import runs
+from auditor.causes.weights.versions import mixed_weights
 from auditor.faults.world import Drawn, World, from_bf16, to_bf16
 from rl_kernel.reference.ops import Bits
 from tests.auditor.diagnosis import certain, said

@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from auditor.causes.distribution.head import low_precision_head
+from auditor.causes.distribution.logits import logit_processor
+from auditor.causes.distribution.shards import one_shard
+from auditor.causes.distribution.softmax import touched_tokens
+from auditor.causes.distribution.truncation import truncation
 from auditor.causes.evidence import STRONG
-from auditor.causes.head import low_precision_head
-from auditor.causes.logits import logit_processor
-from auditor.causes.lookup import other_token
-from auditor.causes.shards import one_shard
-from auditor.causes.softmax import touched_tokens
 from auditor.causes.steps import sampler_defaults
-from auditor.causes.truncation import truncation
+from auditor.causes.values.lookup import other_token
 from auditor.faults.blind import nucleus
 from auditor.faults.suite import filtered, logits_of, read_off
 from auditor.faults.world import Drawn, World

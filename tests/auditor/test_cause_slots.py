@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from auditor.causes.context import part_of_the_prompt
+from auditor.causes.context.front import part_of_the_prompt
+from auditor.causes.context.kv import lost_blocks
+from auditor.causes.context.masked import masked_in_part
+from auditor.causes.context.prompt import chunk_of_the_prompt
+from auditor.causes.context.routing import other_experts
+from auditor.causes.context.seen import Part, attention_mask, missing, seeing, window, without
+from auditor.causes.context.stepwise import row_by_row
+from auditor.causes.context.stored import stored_in_fewer_bits
+from auditor.causes.context.tenants import other_tenants
 from auditor.causes.edits import Edit, edited
-from auditor.causes.kv import lost_blocks
-from auditor.causes.masked import masked_in_part
-from auditor.causes.prompt import chunk_of_the_prompt
-from auditor.causes.routing import other_experts
-from auditor.causes.seen import Part, attention_mask, missing, seeing, window, without
-from auditor.causes.stepwise import row_by_row
-from auditor.causes.stored import stored_in_fewer_bits
-from auditor.causes.tenants import other_tenants
 from auditor.compare import Logprobs
 from auditor.faults.blind_third_ops import Native
 from auditor.faults.ops import broken
@@ -196,7 +196,7 @@ def test_a_window_on_one_rank_in_one_layer_is_told(world: World, sample: Drawn) 
 def test_short_windows_are_told_where_the_model_cannot_be_run_back(
     world: World, sample: Drawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("auditor.causes.slots.response_of", lambda oracle, rows: None)
+    monkeypatch.setattr("auditor.causes.context.slots.response_of", lambda oracle, rows: None)
     wrong = under(world, sample, seeing(window(18)), 0)
     certain(masked_in_part, world, sample, wrong, "attention_mask", "in layers 0, tokens see 18 back")
     wrong = with_old_block(world, sample)

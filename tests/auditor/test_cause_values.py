@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from auditor.causes.bands import other_filters
-from auditor.causes.combined import combined_values
+from auditor.causes.distribution.bands import other_filters
+from auditor.causes.distribution.head import low_precision_output, low_precision_values
+from auditor.causes.distribution.logits import logit_processor, penalised_values
+from auditor.causes.distribution.masses import many_tokens
+from auditor.causes.distribution.shards import one_shard
+from auditor.causes.distribution.softmax_steps import rounded_steps
+from auditor.causes.distribution.temperature import temperature
 from auditor.causes.evidence import IN_PART, SETTLED, STRONG, Evidence
-from auditor.causes.filler import filler
-from auditor.causes.head import low_precision_output, low_precision_values
 from auditor.causes.inputs import cause_of_failure
-from auditor.causes.logits import logit_processor, penalised_values
-from auditor.causes.lookup import value_order
-from auditor.causes.masses import many_tokens
 from auditor.causes.patterns import flat_last_bits
-from auditor.causes.shards import one_shard
-from auditor.causes.softmax_steps import rounded_steps
 from auditor.causes.steps import two_steps
-from auditor.causes.temperature import temperature
-from auditor.causes.transform import value_transform
-from auditor.causes.unrelated import other_response, unrelated_values
+from auditor.causes.values.combined import combined_values
+from auditor.causes.values.filler import filler
+from auditor.causes.values.lookup import value_order
+from auditor.causes.values.transform import value_transform
+from auditor.causes.values.unrelated import other_response, unrelated_values
 from auditor.compare import Logprobs
 from auditor.contracts import known_contracts
 from auditor.faults.reported import behind, right

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from auditor.causes.altered import altered_weights
 from auditor.causes.evidence import CERTAIN, Evidence
-from auditor.causes.mixture import Measured, measured_of
 from auditor.causes.oracle import Oracle
 from auditor.causes.patterns import flat_last_bits, other_weights
-from auditor.causes.rounded import rounded_weights
-from auditor.causes.weights import mixed_weights
+from auditor.causes.weights.altered import altered_weights
+from auditor.causes.weights.mixture import Measured, measured_of
+from auditor.causes.weights.rounded import rounded_weights
+from auditor.causes.weights.versions import mixed_weights
 from auditor.compare import Logprobs
 from auditor.faults.blind_third_ops import EagerAttention, Native, NormInFp32
 from auditor.faults.ops import broken
@@ -216,7 +216,7 @@ def test_where_no_bits_agree_the_difference_still_points_where_weights_move_it(w
 def test_a_model_too_large_to_be_run_back_has_the_likeliest_parts_tried_all_the_same(
     world: World, sample: Drawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("auditor.causes.response._DEAREST", 0.0)
+    monkeypatch.setattr("auditor.causes.weights.response._DEAREST", 0.0)
     older = world.decoder(sample.version - 1).weights
     wrong = under(world, sample, lambda n, w: older[n] if "norm" in n else w)
     suggestion = said(mixed_weights, world, sample, wrong)
@@ -228,7 +228,7 @@ def test_a_model_too_large_to_be_run_back_has_the_likeliest_parts_tried_all_the_
 def test_what_is_dear_to_run_back_is_run_back_for_fewer_rows(
     world: World, sample: Drawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("auditor.causes.response._DEAREST", 8e9)
+    monkeypatch.setattr("auditor.causes.weights.response._DEAREST", 8e9)
     older = world.decoder(sample.version - 1).weights
     found, evidence, oracle = measured(world, sample, under(world, sample, lambda n, w: older[n] if "mlp" in n else w))
     assert found.response is not None

@@ -10,7 +10,7 @@ from auditor.causes.sample import Weights, diagnose_pair, diagnose_sample
 from auditor.causes.table import COMPUTED, READ, diagnose, ranked
 from auditor.faults.declared import DECLARED
 from auditor.faults.held_out import FOURTH
-from auditor.faults.matrix import flagged_clean, outcomes, outcomes_of
+from auditor.faults.matrix import SUITE, flagged_clean, outcomes
 from auditor.faults.reported import THIRD
 from auditor.faults.strangers import FIRST, SECOND
 from auditor.faults.suite import FAULTS
@@ -95,7 +95,7 @@ def world() -> World:
 
 
 def test_nine_in_ten_injected_faults_get_a_right_cause_first_and_none_is_missed(world: World) -> None:
-    found = list(outcomes(world, each=1))
+    found = list(outcomes(SUITE, world, each=1))
     assert len(found) == len(FAULTS) + 1 + len(DECLARED)
     assert [outcome.fault for outcome in found if outcome.missed] == []
     wrong = [(outcome.fault, outcome.first) for outcome in found if not outcome.correct]
@@ -105,7 +105,7 @@ def test_nine_in_ten_injected_faults_get_a_right_cause_first_and_none_is_missed(
 
 def test_faults_that_no_cause_was_written_for_are_never_missed_and_mostly_named(world: World) -> None:
     """The second list was only counted when it was first tried; docs/results says how it fared then."""
-    found = list(outcomes_of((*FIRST, *SECOND), world, each=1))
+    found = list(outcomes((*FIRST, *SECOND), world, each=1))
     assert [outcome.fault for outcome in found if outcome.missed or outcome.named != outcome.side] == []
     wrong = [(outcome.fault, outcome.first) for outcome in found if not outcome.correct]
     assert len(wrong) <= 0.15 * len(found), wrong
@@ -113,7 +113,7 @@ def test_faults_that_no_cause_was_written_for_are_never_missed_and_mostly_named(
 
 def test_faults_that_users_reported_are_never_missed_and_mostly_named(world: World) -> None:
     """Every third of them; all of them in the soak test below."""
-    found = list(outcomes_of(THIRD[::3], world, each=1))
+    found = list(outcomes(THIRD[::3], world, each=1))
     assert [outcome.fault for outcome in found if outcome.missed or outcome.named != outcome.side] == []
     wrong = [(outcome.fault, outcome.first) for outcome in found if not outcome.correct]
     assert len(wrong) <= 0.15 * len(found) + 1, wrong  # what a neighbour in the batch said can be known by nobody
@@ -121,9 +121,9 @@ def test_faults_that_users_reported_are_never_missed_and_mostly_named(world: Wor
 
 @pytest.mark.soak
 def test_all_reported_faults_are_mostly_named_and_those_held_out_never_missed(world: World) -> None:
-    found = list(outcomes_of(THIRD, world, each=4))
+    found = list(outcomes(THIRD, world, each=4))
     assert sum(outcome.correct for outcome in found) >= 0.9 * len(found)
-    held_out = list(outcomes_of(FOURTH, world, each=4))
+    held_out = list(outcomes(FOURTH, world, each=4))
     assert [o.fault for o in (*found, *held_out) if o.missed or o.named != o.side] == []
 
 

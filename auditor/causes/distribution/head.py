@@ -7,9 +7,9 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.computation.precision import CASTS, FORMATS, OF_ROWS, Coarse, coarse
 from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.oracle import F32, F64, Oracle
-from auditor.causes.precision import CASTS, FORMATS, OF_ROWS, Coarse, coarse
 from auditor.causes.search import Candidate, nearest, promising
 from auditor.compare import Logprobs
 from rl_kernel.reference.ops import I64, narrow, widen

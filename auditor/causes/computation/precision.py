@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from auditor.causes.context.slots import asked
 from auditor.causes.edits import Edit
 from auditor.causes.evidence import Evidence, Suggestion
-from auditor.causes.mixture import measured_of
 from auditor.causes.oracle import Oracle
 from auditor.causes.search import Model, nearest_model
-from auditor.causes.slots import asked
+from auditor.causes.weights.mixture import measured_of
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I32, Bits, Reference, narrow, widen
 

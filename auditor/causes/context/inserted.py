@@ -5,12 +5,12 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.context.rope import turned
+from auditor.causes.context.stepwise import Kept, Row
 from auditor.causes.edits import edited
 from auditor.causes.evidence import HINT, Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle
-from auditor.causes.rope import turned
 from auditor.causes.search import Candidate, cosine, nearest
-from auditor.causes.stepwise import Kept, Row
 from auditor.compare import Logprobs
 
 _TOKENS: Final = 1024  # of a vocabulary that are all tried

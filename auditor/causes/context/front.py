@@ -8,12 +8,12 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.context.seen import seeing, without
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.fit import climbed
 from auditor.causes.oracle import I64, Oracle
 from auditor.causes.search import Candidate, nearest, promising
-from auditor.causes.seen import seeing, without
 from auditor.compare import Logprobs
 
 _CUTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -8,12 +8,12 @@ from typing import Final
 import numpy as np
 
 from auditor.causes.evidence import SETTLED, Evidence, Suggestion
-from auditor.causes.mixture import Source, measured_of
 from auditor.causes.oracle import Oracle
-from auditor.causes.parts import Layout, by_column
-from auditor.causes.rounded import Changed
 from auditor.causes.search import Model, nearest_model
-from auditor.causes.weights import searched
+from auditor.causes.weights.mixture import Source, measured_of
+from auditor.causes.weights.parts import Layout, by_column
+from auditor.causes.weights.rounded import Changed
+from auditor.causes.weights.versions import searched
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Bits
 

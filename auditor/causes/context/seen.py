@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from auditor.causes.context.merged import merged
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import Evidence, Suggestion
-from auditor.causes.merged import merged
 from auditor.causes.oracle import I64, Oracle
 from auditor.causes.search import Candidate, Model, nearest, nearest_model
 from rl_kernel.reference.model import Decoder

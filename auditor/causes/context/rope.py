@@ -7,12 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from auditor.causes.edits import Edit, edited
-from auditor.causes.evidence import CERTAIN, STRONG, Evidence, Suggestion
-from auditor.causes.factors import free_factors
-from auditor.causes.fit import best_fit, climbed, few_digits
-from auditor.causes.oracle import F64, Oracle
-from auditor.causes.scalings import (
+from auditor.causes.context.factors import free_factors
+from auditor.causes.context.scalings import (
     FACTORS,
     LLAMA3,
     THETAS,
@@ -24,9 +20,13 @@ from auditor.causes.scalings import (
     dynamic,
     stretched,
 )
+from auditor.causes.context.seen import some_layers
+from auditor.causes.context.stepwise import Kept, Row
+from auditor.causes.edits import Edit, edited
+from auditor.causes.evidence import CERTAIN, STRONG, Evidence, Suggestion
+from auditor.causes.fit import best_fit, climbed, few_digits
+from auditor.causes.oracle import F64, Oracle
 from auditor.causes.search import Candidate, Model, nearest, nearest_model
-from auditor.causes.seen import some_layers
-from auditor.causes.stepwise import Kept, Row
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I64, Bits, Reference
 

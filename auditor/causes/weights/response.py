@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.backward import Backward, Signal
 from auditor.causes.oracle import F32, F64, I64, Oracle
-from auditor.causes.parts import Part
+from auditor.causes.weights.backward import Backward, Signal
+from auditor.causes.weights.parts import Part
 from rl_kernel.reference.ops import Bits, widen
 
 _DEAREST: Final = 4e10  # floating point operations

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.context_parallel import sliced_at, slicings
+from auditor.causes.context.context_parallel import sliced_at, slicings
 from auditor.causes.evidence import CERTAIN, IN_PART, STRONG, Evidence, Suggestion
 from auditor.causes.oracle import Oracle
 

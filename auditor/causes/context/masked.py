@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from auditor.causes.context.seen import Mask, ahead, behind, of_pads, seeing, short_windows, slices, whole, window
+from auditor.causes.context.slots import asked, cached, scopes, whitening
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import F32, F64, I64, Oracle
-from auditor.causes.response import Response
 from auditor.causes.search import nearest
-from auditor.causes.seen import Mask, ahead, behind, of_pads, seeing, short_windows, slices, whole, window
-from auditor.causes.slots import asked, cached, scopes, whitening
+from auditor.causes.weights.response import Response
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import I32, Bits, Reference, widen
 

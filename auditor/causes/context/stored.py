@@ -13,13 +13,13 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.computation.precision import CASTS, FORMATS, OF_KEYS, Coarse, Rounding, coarse
+from auditor.causes.context.slots import Kv, Place, Tenant, asked, cached, in_place, pointing, scopes, whitening
 from auditor.causes.edits import plain_reference
 from auditor.causes.evidence import SETTLED, Evidence, Suggestion
 from auditor.causes.oracle import F32, F64, I64, Oracle
-from auditor.causes.precision import CASTS, FORMATS, OF_KEYS, Coarse, Rounding, coarse
-from auditor.causes.response import Response
 from auditor.causes.search import nearest
-from auditor.causes.slots import Kv, Place, Tenant, asked, cached, in_place, pointing, scopes, whitening
+from auditor.causes.weights.response import Response
 from rl_kernel.reference.ops import Bits, narrow, widen
 
 _FEW: Final = 2  # rows whose bits tell

@@ -10,12 +10,12 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.context.seen import Part, seeing, slices, without
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import HINT, Evidence, Suggestion
 from auditor.causes.fit import climbed
 from auditor.causes.oracle import F64, I64, Oracle
 from auditor.causes.search import Candidate, cosine, nearest
-from auditor.causes.seen import Part, seeing, slices, without
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from auditor.causes.oracle import F64
-from auditor.causes.parts import Choice, Layout, Names, Part, by_column, span
-from auditor.causes.response import Effect
+from auditor.causes.weights.parts import Choice, Layout, Names, Part, by_column, span
+from auditor.causes.weights.response import Effect
 
 _RANKS: Final = (2, 4, 8, 3, 6, 5, 7, 16)
 _USUAL: Final = (2, 4, 8)

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.precision import FORMATS, Coarse
+from auditor.causes.computation.precision import FORMATS, Coarse
 from rl_kernel.reference.ops import F32, Bits, narrow, widen
 
 _TO_E4M3, _TO_E5M2 = FORMATS[0][1], FORMATS[2][1]

@@ -14,9 +14,9 @@ import numpy as np
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import Evidence
 from auditor.causes.oracle import F64, I64, Oracle
-from auditor.causes.parts import Choice, Layout, Part, replaced
-from auditor.causes.response import Effect, Response, response_of, rows_of, total
-from auditor.causes.runs import runs
+from auditor.causes.weights.parts import Choice, Layout, Part, replaced
+from auditor.causes.weights.response import Effect, Response, response_of, rows_of, total
+from auditor.causes.weights.runs import runs
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Bits

@@ -7,11 +7,11 @@ from typing import Final
 import numpy as np
 
 from auditor.causes.evidence import SETTLED, STRONG, Evidence, Suggestion
-from auditor.causes.mixture import Effects, Guess, Measured, Mixture, Source, measured_of
 from auditor.causes.oracle import Oracle, VersionUnavailable
-from auditor.causes.parts import Choice, Layout
 from auditor.causes.search import Candidate, nearest
-from auditor.causes.strengths import Strengths
+from auditor.causes.weights.mixture import Effects, Guess, Measured, Mixture, Source, measured_of
+from auditor.causes.weights.parts import Choice, Layout
+from auditor.causes.weights.strengths import Strengths
 
 _TRIED: Final = 12
 _LIKELIEST: Final = 160  # guesses that are tried on a few tokens

@@ -15,7 +15,7 @@ import numpy as np
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.oracle import F32, F64, I64, Oracle
-from auditor.causes.response import Response, response_of, rows_of
+from auditor.causes.weights.response import Response, response_of, rows_of
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import I32, Bits, Reference, widen
 

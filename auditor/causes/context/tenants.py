@@ -8,11 +8,11 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.context.kv import stale_in_part
+from auditor.causes.context.slots import Kv, Place, Slots, Tenant, asked, cached, in_place, pointing
 from auditor.causes.evidence import SETTLED, Evidence, Suggestion
-from auditor.causes.kv import stale_in_part
 from auditor.causes.oracle import I64, Oracle, VersionUnavailable
 from auditor.causes.search import nearest
-from auditor.causes.slots import Kv, Place, Slots, Tenant, asked, cached, in_place, pointing
 from rl_kernel.reference.ops import Bits
 
 _FEW: Final = 2  # rows whose bits tell

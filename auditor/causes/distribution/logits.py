@@ -6,10 +6,10 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.distribution.penalties import barred, penalties
 from auditor.causes.evidence import IN_PART, Evidence, Suggestion
 from auditor.causes.fit import best_fit, roundings
 from auditor.causes.oracle import F32, Oracle
-from auditor.causes.penalties import barred, penalties
 from auditor.causes.search import Candidate, nearest
 
 _LEAST: Final = 4

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from auditor.causes.context.seen import some_layers
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import CERTAIN, HINT, Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle, VersionUnavailable
 from auditor.causes.search import Candidate, Model, nearest, nearest_model, promising
-from auditor.causes.seen import some_layers
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import I32, Bits, Reference

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from auditor.causes.context_parallel import slicings
+from auditor.causes.context.context_parallel import slicings
+from auditor.causes.context.scalings import Scaling, scalings
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle
-from auditor.causes.scalings import Scaling, scalings
 from auditor.causes.search import Candidate, nearest
 from auditor.compare import Logprobs
 from rl_kernel.reference.ops import F32, I32, Bits, Reference

@@ -10,10 +10,10 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.mixture import Guess, Measured, Source
 from auditor.causes.oracle import F64
-from auditor.causes.parts import Names, kind_of
-from auditor.causes.response import Effect, total
+from auditor.causes.weights.mixture import Guess, Measured, Source
+from auditor.causes.weights.parts import Names, kind_of
+from auditor.causes.weights.response import Effect, total
 from rl_kernel.reference.ops import Bits, narrow, widen
 
 _USUAL: Final = (2.0, 0.5, 4.0, 8.0, 0.25, 16.0, 1 / 3, 2 / 3, 4 / 3, -1.0)

@@ -10,8 +10,10 @@ from typing import Final
 
 import numpy as np
 
+from auditor.causes.computation.precision import CASTS, Coarse
 from auditor.causes.evidence import Evidence, Suggestion
-from auditor.causes.grids import (
+from auditor.causes.oracle import Oracle, VersionUnavailable
+from auditor.causes.weights.grids import (
     BLOCK,
     COLUMN,
     E4M3,
@@ -33,11 +35,9 @@ from auditor.causes.grids import (
     group,
     said,
 )  # fmt: skip
-from auditor.causes.mixture import Source, measured_of
-from auditor.causes.oracle import Oracle, VersionUnavailable
-from auditor.causes.parts import Layout
-from auditor.causes.precision import CASTS, Coarse
-from auditor.causes.weights import searched
+from auditor.causes.weights.mixture import Source, measured_of
+from auditor.causes.weights.parts import Layout
+from auditor.causes.weights.versions import searched
 from rl_kernel.reference.ops import Bits, narrow, widen
 
 _LARGEST: Final = 1 << 22  # bytes of weights of which a copy is made for each rounding

@@ -14,9 +14,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from auditor.causes.computation.precision import CASTS, Coarse
 from auditor.causes.edits import DOWN, GATE, UP, Edit, K, O, Q, V, edited
 from auditor.causes.evidence import Evidence, Suggestion
-from auditor.causes.grids import (
+from auditor.causes.oracle import F64, Oracle
+from auditor.causes.weights.grids import (
     BLOCK,
     E4M3,
     E5M2,
@@ -31,11 +33,9 @@ from auditor.causes.grids import (
     group,
     said,
 )  # fmt: skip
-from auditor.causes.mixture import Guess, Measured, measured_of
-from auditor.causes.oracle import F64, Oracle
-from auditor.causes.precision import CASTS, Coarse
-from auditor.causes.response import Response
-from auditor.causes.weights import told
+from auditor.causes.weights.mixture import Guess, Measured, measured_of
+from auditor.causes.weights.response import Response
+from auditor.causes.weights.versions import told
 from rl_kernel.reference.ops import Bits, Reference, widen
 
 _LEAST: Final = 1.2  # in roundings: less is made by any order of sums

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from auditor.causes.constants import scaled
+from auditor.causes.computation.constants import scaled
+from auditor.causes.context.seen import some_layers
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import Oracle
 from auditor.causes.search import Model, nearest_model
-from auditor.causes.seen import some_layers
 from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import F32, I32, I64, Bits, Reference, narrow, widen

@@ -14,11 +14,11 @@ import numpy as np
 
 from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.fit import few_digits
-from auditor.causes.mixture import Guess, Measured, measured_of
 from auditor.causes.oracle import F64, Oracle
-from auditor.causes.parts import kind_of
-from auditor.causes.response import Response
-from auditor.causes.weights import told
+from auditor.causes.weights.mixture import Guess, Measured, measured_of
+from auditor.causes.weights.parts import kind_of
+from auditor.causes.weights.response import Response
+from auditor.causes.weights.versions import told
 from rl_kernel.reference.ops import Bits, narrow, widen
 
 _GAINED: Final = 9.0  # as a logarithm: what of some forty factors is none by chance

@@ -1,0 +1,1 @@
+"""Which tokens, keys, values and positions a row of the model sees."""

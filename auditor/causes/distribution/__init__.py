@@ -1,0 +1,1 @@
+"""What is done between the logits and their log-probabilities: heat, filters, penalties, masks, shards, precision."""
