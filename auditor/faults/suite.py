@@ -7,6 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from auditor.compare import Logprobs
+from auditor.faults.blind_ops import SliceAlone
 from auditor.faults.ops import HiddenKeys, KeepKv, NativeProducts, OtherExperts, ThreeParts, WrongKv, broken
 from auditor.faults.world import Drawn, World, from_bf16, to_bf16
 from auditor.records import RolloutRecord, TrainerRecord
@@ -279,6 +280,11 @@ FAULTS: Final[tuple[Fault, ...]] = (
         on_ops(lambda w, s, d: broken(HiddenKeys, d.reference, edges=_edges(s, 4), layers=d.config.layers)),
     ),
     Fault("a NaN", one_of("nonfinite"), _nan),
+    Fault(
+        "a chunk that does not see what is before it",
+        one_of("kv_boundary"),
+        on_ops(lambda w, s, d: broken(SliceAlone, d.reference, first=48, last=len(s.tokens))),
+    ),
 )
 
 

@@ -113,7 +113,7 @@ def test_every_condition_and_verdict_is_documented() -> None:
 def test_every_cause_is_documented() -> None:
     """Names as they are written where suggestions are made."""
     folder = REPOSITORY / "auditor" / "causes"
-    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    source = "".join(path.read_text() for path in folder.rglob("*.py"))
     causes = set(
         re.findall(r'(?:Suggestion\(|Model\(|Model\.of\(decoder,|Model\.of\(oracle\.decoder,)\s*"(\w+)"', source)
     )

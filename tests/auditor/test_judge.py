@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from auditor.compare import ULP_EDGES, compare_logprobs
-from auditor.drift import drift_sums
+from auditor.drift import drift_sums, statistics
 from auditor.judge import Faulty, Judgement, Reference, ReferenceLogprobs, Verdict, judge_pair, judge_with_reference
 from auditor.records import Environment
 from rl_kernel.compare import compare_bits, ulp_distance
@@ -88,6 +88,18 @@ def test_two_sides_that_agree_with_each_other_can_both_be_wrong() -> None:
     assert before.verdict is Verdict.MATCH
     after = judge_with_reference(before, rollout, trainer, ReferenceLogprobs(truth, truth, "fma32"))
     assert (after.verdict, after.side, after.reference_differing) == (Verdict.MISMATCH, Faulty.BOTH, 1)
+
+
+def test_a_trainer_that_reports_the_rollouts_values_is_found_by_the_reference_where_every_drift_is_zero() -> None:
+    rollout, trainer = pair()
+    rollout = one_ulp_off(rollout, 2)
+    trainer = replace(trainer, logprobs=rollout.logprobs.copy())
+    drift = statistics(drift_sums(rollout.logprobs, trainer.logprobs, rollout.mask))
+    assert (drift.mean_abs_diff, drift.k3, drift.ratio_max) == (0.0, 0.0, 1.0)
+    before = judge_pair(rollout, trainer, CONTRACTS).judgement
+    truth = pair()[0].logprobs
+    after = judge_with_reference(before, rollout, trainer, ReferenceLogprobs(truth, truth, "fma32"))
+    assert (before.verdict, after.verdict, after.side) == (Verdict.MATCH, Verdict.MISMATCH, Faulty.BOTH)
 
 
 def test_a_difference_between_two_arithmetics_is_explained_when_each_side_keeps_to_its_own() -> None:

@@ -236,5 +236,6 @@ def test_what_finds_no_room_is_skipped_counted_and_shown_and_never_as_recomputed
         assert run["by_reference"] == {"failed": 1, "done": 2, "skipped": 11}
         assert run["recomputed_tokens"] == 2 * RESPONSE
         assert run["detection"]["recomputed_share"] == 1 / 10, "of those that agree: one; the other one was a mismatch"
+        assert run["detection"]["missed"]["0.1"] == 0.9, "one of ten would have it, and one in ten was looked at"
         assert run["by_verdict"] == {"match": 10, "mismatch": 4}
         assert auditor.stop() == 0

@@ -16,5 +16,5 @@ def nonfinite(evidence: Evidence) -> Iterator[Suggestion]:
         yield Suggestion(
             "nonfinite",
             STRONG * share,
-            f"{at.size} values are NaN or infinite where the reference's are finite, first at {int(at[0])}",
+            f"{at.size} values are NaN or infinite where the right ones are finite, first at {int(at[0])}",
         )
