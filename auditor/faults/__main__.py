@@ -21,6 +21,7 @@ from auditor.faults.blind_fifth import FIFTH_BLIND
 from auditor.faults.blind_fourth import FOURTH_BLIND
 from auditor.faults.blind_model import BLIND
 from auditor.faults.blind_second import SECOND_BLIND
+from auditor.faults.blind_sixth import SIXTH_BLIND
 from auditor.faults.blind_third import THIRD_BLIND
 from auditor.faults.held_out import FOURTH
 from auditor.faults.matrix import SUITE, AnyFault, flagged_clean, outcomes, table
@@ -39,6 +40,7 @@ LISTS: Final[Mapping[str, tuple[AnyFault, ...]]] = {
     "blind-third": THIRD_BLIND,
     "blind-fourth": FOURTH_BLIND,
     "blind-fifth": FIFTH_BLIND,
+    "blind-sixth": SIXTH_BLIND,
 }
 
 
