@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import Evidence, Suggestion, correlation
+from auditor.causes.evidence import HINT, Evidence, Suggestion, correlation
 
 _USUAL_NOISE: Final = 0.015  # where nobody could be asked
 _BEYOND: Final = 3.0  # times the noise: more than another order of sums makes
@@ -24,6 +24,8 @@ _GROWTH: Final = 4.0
 _SHRINKING: Final = 1.3
 _MOST_OF: Final = 0.9
 _TREND: Final = 0.15
+_BLOCKS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_NO_MORE: Final = 1.5  # times the noise: what keys cut in parts make, too, from the second part on
 
 
 def flat_last_bits(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
@@ -96,6 +98,30 @@ def begins_somewhere(evidence: Evidence, noise: float | None) -> Iterator[Sugges
             f"every value up to token {differs[0]} is right, and {differs.size} of {after} are wrong from there on,"
             f" where position {evidence.begins} is computed",
         )
+
+
+def boundary(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
+    """Equal bits up to a token at which a KV block or a chunk begins, differences from there on."""
+    differs = np.flatnonzero(evidence.differs)
+    active = np.flatnonzero(evidence.active)
+    if differs.size < 2 or active.size == 0:
+        return
+    before = int((active < differs[0]).sum())
+    after = int((active >= differs[0]).sum())
+    # The first wrong value is that of the token after the first wrong query.
+    starts = [int(evidence.positions[differs[0]]) - shift for shift in (0, 1)]
+    blocks = [block for block in _BLOCKS for start in starts if start > 0 and start % block == 0]
+    if before < 4 or not blocks or differs.size < 0.5 * after:
+        return
+    score = HINT + (0.05 if max(blocks) >= 64 else -0.1) + 0.05 * (before >= 8)
+    if noise is not None and float(np.median(np.abs(evidence.delta[differs]))) < _NO_MORE * noise:
+        score = _FALLBACK
+    yield Suggestion(
+        "kv_boundary",
+        score,
+        f"the first {before} tokens are equal in every bit, then {differs.size} of {after} differ, from position"
+        f" {int(evidence.positions[differs[0]])} on, where a block of {max(blocks)} begins",
+    )
 
 
 def _limit(evidence: Evidence, noise: float | None) -> float:

@@ -14,7 +14,7 @@ from auditor.causes.computation.variants import other_model
 from auditor.causes.context.context_parallel import slice_edges
 from auditor.causes.context.front import cut_in_front, more_in_front, part_of_the_prompt
 from auditor.causes.context.inserted import more_in_between
-from auditor.causes.context.kv import boundary, lost_blocks, stale_kv
+from auditor.causes.context.kv import lost_blocks, stale_kv
 from auditor.causes.context.masked import masked_in_part
 from auditor.causes.context.prompt import chunk_of_the_prompt, one_more_token, other_prompt
 from auditor.causes.context.rope import padded_positions, rope
@@ -34,7 +34,7 @@ from auditor.causes.distribution.temperature import temperature
 from auditor.causes.distribution.truncation import truncation
 from auditor.causes.evidence import SETTLED, STRONG, Evidence, Suggestion
 from auditor.causes.oracle import Oracle, OutOfBudget
-from auditor.causes.patterns import BEYOND_BY_BOTH, begins_somewhere, flat_last_bits, other_weights, trend
+from auditor.causes.patterns import BEYOND_BY_BOTH, begins_somewhere, boundary, flat_last_bits, other_weights, trend
 from auditor.causes.pieces import Piece, largest_piece, together
 from auditor.causes.steps import sampler_defaults, two_steps
 from auditor.causes.values.combined import combined_values
@@ -70,11 +70,10 @@ READ: Final[tuple[Read, ...]] = (
     low_precision_values,
     other_experts,
     slice_edges,
-    boundary,
     tokens_forbidden,
 )
 # What it looks like where nothing was found.
-LOOKS_LIKE: Final[tuple[Pattern, ...]] = (flat_last_bits, other_weights, trend, begins_somewhere)
+LOOKS_LIKE: Final[tuple[Pattern, ...]] = (boundary, flat_last_bits, other_weights, trend, begins_somewhere)
 # Computed by the reference; what is common and cheap first, for time may run out on a large model.
 OF_ROWS: Final[tuple[Compute, ...]] = (
     temperature,

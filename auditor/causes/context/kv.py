@@ -14,7 +14,7 @@ import numpy as np
 
 from auditor.causes.context.seen import some_layers
 from auditor.causes.edits import Edit, edited
-from auditor.causes.evidence import CERTAIN, HINT, Evidence, Suggestion
+from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle, VersionUnavailable
 from auditor.causes.search import Candidate, Model, nearest, nearest_model, promising
 from auditor.compare import Logprobs
@@ -23,7 +23,6 @@ from rl_kernel.reference.ops import I32, Bits, Reference
 
 Kv = tuple[Bits, Bits]
 
-_BLOCKS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _SIZES: Final = (16, 32, 64, 8)
 _MOST_BLOCKS: Final = 8
 _VERSIONS_TRIED: Final = 3
@@ -161,27 +160,6 @@ def _blocks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[int, int]]:
     for size in _SIZES[:1] if oracle.prompt_len >= 4 * _SIZES[0] else (*_SIZES[:1], *_SIZES[3:]):
         for start in range(0, min(oracle.prompt_len, _MOST_BLOCKS * size), size):
             yield start, start + size
-
-
-def boundary(evidence: Evidence) -> Iterator[Suggestion]:
-    """Equal bits up to a token at which a KV block or a chunk begins, differences from there on."""
-    differs = np.flatnonzero(evidence.differs)
-    active = np.flatnonzero(evidence.active)
-    if differs.size < 2 or active.size == 0:
-        return
-    before = int((active < differs[0]).sum())
-    after = int((active >= differs[0]).sum())
-    # The first wrong value is that of the token after the first wrong query.
-    starts = [int(evidence.positions[differs[0]]) - shift for shift in (0, 1)]
-    blocks = [block for block in _BLOCKS for start in starts if start > 0 and start % block == 0]
-    if before < 4 or not blocks or differs.size < 0.5 * after:
-        return
-    yield Suggestion(
-        "kv_boundary",
-        HINT + (0.05 if max(blocks) >= 64 else -0.1) + 0.05 * (before >= 8),
-        f"the first {before} tokens are equal in every bit, then {differs.size} of {after} differ, from position"
-        f" {int(evidence.positions[differs[0]])} on, where a block of {max(blocks)} begins",
-    )
 
 
 def _record(oracle: Oracle, decoder: Decoder, cached: Sequence[Kv] = (), cut: int = 0) -> tuple[list[Kv], Logprobs]:
