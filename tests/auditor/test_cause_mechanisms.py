@@ -22,7 +22,7 @@ from auditor.causes.edits import Edit, edited, places
 from auditor.causes.evidence import CERTAIN, IN_PART, Evidence, Suggestion
 from auditor.causes.inputs import cause_of_failure
 from auditor.causes.oracle import Oracle
-from auditor.causes.patterns import begins_somewhere, flat_last_bits, trend
+from auditor.causes.patterns import begins_somewhere, boundary, flat_last_bits, trend
 from auditor.causes.sample import Weights, diagnose_pair, diagnose_sample
 from auditor.causes.steps import two_steps
 from auditor.causes.table import LOOKS_LIKE, ranked
@@ -327,6 +327,17 @@ def test_what_nothing_explains_is_named_by_its_course_and_by_what_rounding_makes
     late = evidence_of(world, sample, np.concatenate([evidence.truth[:40], wrong[40:]]))
     assert [suggestion.cause for suggestion in begins_somewhere(late, 0.01)] == ["kv_boundary"]
     assert list(begins_somewhere(evidence, 0.01)) == []
+
+
+def test_what_begins_at_a_block_is_a_cache_unless_it_is_no_larger_than_rounding(world: World, sample: Drawn) -> None:
+    truth = world.logprobs(world.decoder(sample.version), sample)
+    start = 48 + 1 - sample.prompt  # the value that the row at position 48 gives
+    for size, first in ((0.01, "reduction_order"), (0.04, "kv_boundary")):
+        wrong = truth.copy()
+        wrong[start:] += np.float32(size) * (-1) ** np.arange(len(truth) - start)
+        evidence = evidence_of(world, sample, wrong)
+        found = [*boundary(evidence, 0.015), *flat_last_bits(evidence, 0.015)]
+        assert ranked(found)[0].cause == first
 
 
 def test_a_native_run_of_two_stock_engines_is_named_by_its_order_of_sums() -> None:
