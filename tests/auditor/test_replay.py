@@ -20,6 +20,7 @@ from auditor.judge import judge_pair
 from auditor.records import Positions, RolloutRecord, TrainerRecord
 from auditor.replay.__main__ import main
 from auditor.replay.report import Question, replay
+from auditor.replay.watch import Watched
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Reference
 from tests.auditor.processes import REPOSITORY, running_auditor
@@ -89,6 +90,21 @@ def test_the_first_op_that_differs_on_equal_inputs_is_named_and_its_swap_removes
     assert (found.call.op, found.call.name) == ("attention", "layers.1.attention")
     assert found.swaps["attention"] == 0
     assert min(left for op, left in found.swaps.items() if op != "attention") > 0
+
+
+def test_what_is_kept_of_a_run_is_digests_however_long_it_is_and_the_tensors_of_one_call(weights_root: Path) -> None:
+    decoder = Decoder.open(weights_root / "v000001", CONTRACT)
+    tokens = true_pair(weights_root, "a")[0].tokens.astype(np.int64)
+    sizes = []
+    for length in (12, 40):
+        watched = Question(decoder, tokens[:length], 8, 1.0).run(decoder.reference)[1]
+        assert watched.kept is None
+        assert {len(digest) for call in watched.calls for digest in (call.inputs, call.output)} == {64}
+        sizes.append(len(repr(watched.calls)))
+    assert sizes[0] == sizes[1]
+    asked = Question(decoder, tokens, 8, 1.0).run(Watched(decoder.reference, keep=3))[1]
+    assert asked.kept is not None
+    assert asked.kept.output.shape[0] == len(tokens)
 
 
 def test_ops_that_keep_the_contract_show_no_difference(weights_root: Path) -> None:
