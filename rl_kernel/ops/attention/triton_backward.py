@@ -208,7 +208,7 @@ def attention_backward(
     score_scale, scale = float(attention_scale(dim)), float(np.float32(1.0 / np.sqrt(np.float64(dim))))
     dq_kernel[(heads, tokens // shape.dq_rows + sequences)](
         dq, dout, q, k, v, m, inverse, delta, cu, sequences, dout_token, q_token, k_token, v_token,
-    score_scale, scale,
+        score_scale, scale,
         ROWS=shape.dq_rows, KEYS=shape.dq_keys, **common,
     )  # fmt: skip
     dkdv_kernel[(heads, tokens // shape.kv_keys + sequences)](
