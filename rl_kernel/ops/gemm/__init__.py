@@ -20,6 +20,7 @@ BACKENDS = (
         mma=frozenset({"fma32"}),
         backward=True,
     ),
+    # Its bits are the contract's but for those of a NaN: 0x7fff, which every op that follows stores as 0x7fc0.
     Backend(
         op="gemm",
         name="cublaslt",
