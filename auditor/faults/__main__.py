@@ -60,6 +60,8 @@ def main(arguments: list[str]) -> int:
     for name, least in (("each", 1), ("clean", 0), ("seed", 0)):
         if (number := getattr(given, name)) < least:
             parser.error(f"argument --{name}: {number} is less than {least}")
+    if not given.seconds > 0.0:
+        parser.error(f"argument --seconds: {given.seconds:g} is no number of seconds above 0")
     started = time.monotonic()
     try:
         world = World(given.model, given.seed)

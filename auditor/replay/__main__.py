@@ -46,6 +46,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--trainer-ops", default="auto", metavar="NAME", help="default: auto")
     parser.add_argument("--tensors", type=Path, help="where the first differing call's tensors go, as .npz")
     given = parser.parse_args(arguments)
+    if not given.causes >= 0.0:
+        parser.error(f"argument --causes: {given.causes:g} is no number of seconds; it should be 0 or more")
     try:
         capsule = read_capsule(given.capsule)
         place = WeightsPlace(given.weights_root, given.weights_cache, access=StoreAccess(given.store_endpoint))
