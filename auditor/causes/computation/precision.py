@@ -100,18 +100,6 @@ def coarse(rounding: Rounding, limit: float, over: Any) -> Coarse:
     return rounded
 
 
-def in_blocks(rounding: Rounding, limit: float, size: int) -> Coarse:
-    """bf16 → bf16, rounded with one scale over blocks of so many rows and columns of a matrix."""
-
-    def rounded(bits: Bits) -> Bits:
-        (rows, columns), x = bits.shape, widen(bits)
-        padded = np.pad(x, ((0, -rows % size), (0, -columns % size)), mode="edge")
-        blocks = padded.reshape(padded.shape[0] // size, size, -1, size)
-        return narrow(_scaled(blocks, (1, 3), rounding, limit).reshape(padded.shape)[:rows, :columns])
-
-    return rounded
-
-
 def _scaled(x: F32, axes: tuple[int, ...], rounding: Rounding, limit: float) -> F32:
     if limit in _WITH_ZERO:
         low, high = x.min(axis=axes, keepdims=True), x.max(axis=axes, keepdims=True)
