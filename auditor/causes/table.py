@@ -77,6 +77,7 @@ LOOKS_LIKE: Final[tuple[Pattern, ...]] = (boundary, flat_last_bits, other_weight
 # Computed by the reference; what is common and cheap first, for time may run out on a large model.
 OF_ROWS: Final[tuple[Compute, ...]] = (
     temperature,
+    stale_weights,
     low_precision_head,
     rounded_steps,
     wrong_row,
@@ -89,7 +90,6 @@ OF_ROWS: Final[tuple[Compute, ...]] = (
     other_filters,
     combined_values,
     logit_processor,
-    stale_weights,
 )
 OF_MODELS: Final[tuple[Compute, ...]] = (
     split_sums,
