@@ -64,11 +64,17 @@ class Config(BaseModel):
         Field(ge=0, description="seconds for which a sample is tried anew while its weights' store does not answer"),
     ] = 3600.0
     diagnose_per_step: Annotated[
-        int, Field(ge=0, le=1_000_000, description="mismatching samples of a step that causes are searched for")
+        int,
+        Field(
+            ge=0,
+            le=1_000_000,
+            description="mismatching samples of a step whose causes are searched for, after the verdict; and of a run"
+            " that wait for it",
+        ),
     ] = 2
     diagnose_seconds: Annotated[
         float, Field(gt=0, description="spent on one of them and side at most; what was found until then is ranked")
-    ] = 5.0
+    ] = 30.0
     pair_wait_s: Annotated[
         float,
         Field(ge=0, description="seconds that a sample waits for its other side before it is given up; 0: for ever"),

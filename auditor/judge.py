@@ -17,6 +17,10 @@ from rl_kernel.errors import ShapeError
 # The condition of a sample that waited in vain; no precondition was looked at.
 MISSING_SIDE: Final = "missing_side"
 _NEVER_CAME: Final = "never came"
+# Causes that are none: they are being looked for; nobody looked; nothing was found.
+SEARCHING: Final = "searching"
+UNDIAGNOSED: Final = "undiagnosed"
+UNKNOWN: Final = "unknown"
 
 
 class Verdict(StrEnum):
@@ -53,8 +57,8 @@ class Reference(StrEnum):
 class Judgement:
     """All that is known of one sample.
 
-    cause, causes: the likeliest cause and all suggestions, with score and evidence; `unknown` where none was found,
-    `undiagnosed` where enough samples of the step had been looked into.
+    cause, causes: the likeliest cause and all suggestions, with score and evidence; `searching` until the search is
+    over, `unknown` where it found none, `undiagnosed` where enough samples of the step had been looked into.
     missing: the side that has not reported, while pending. condition, field, rollout_value, trainer_value: of the
     precondition that failed. compared … nonfinite_trainer: of the pair, see `Comparison`; bit patterns in hex.
     rollout_differing, trainer_differing: tokens that differ from the reference; reference_differing: on either side.
@@ -151,7 +155,7 @@ class ReferenceLogprobs:
     """The reference's log-probabilities of the response, float32 [R], under each side's own contract.
 
     trainer is the very same array where both sides hold one contract. mma: the models that were followed.
-    causes: suggestions for the sides that differ, the likeliest first; None where nobody looked for them.
+    causes: where they were searched for: suggestions for the sides that differ, the likeliest first.
     """
 
     rollout: Logprobs
@@ -163,7 +167,7 @@ class ReferenceLogprobs:
 def judge_with_reference(
     judgement: Judgement, rollout: RolloutRecord, trainer: TrainerRecord, reference: ReferenceLogprobs
 ) -> Judgement:
-    """Say which side differs from the reference. Two sides that agree with each other can both be wrong."""
+    """Say which side differs from the reference, and nothing of why. Two sides that agree can both be wrong."""
     differs_rollout = _differs(rollout.logprobs, reference.rollout, rollout.mask)
     differs_trainer = _differs(trainer.logprobs, reference.trainer, trainer.mask)
     of_rollout, of_trainer = int(differs_rollout.sum()), int(differs_trainer.sum())
@@ -180,8 +184,8 @@ def judge_with_reference(
         verdict=Verdict.MATCH if side is Faulty.NONE and not explained else Verdict.MISMATCH,
         side=side,
         explained_by_arithmetic=explained,
-        causes=reference.causes or (),
-        cause=_first_cause(side, reference.causes),
+        causes=(),
+        cause="" if side is Faulty.NONE else UNDIAGNOSED,
         reference=Reference.DONE,
         reference_mma=reference.mma,
         rollout_differing=of_rollout,
@@ -190,12 +194,11 @@ def judge_with_reference(
     )
 
 
-def _first_cause(side: Faulty, causes: tuple[dict[str, Any], ...] | None) -> str:
-    if side is Faulty.NONE:
-        return ""
+def with_causes(judgement: Judgement, causes: tuple[dict[str, Any], ...] | None) -> Judgement:
+    """The same with what a search for causes found; None: it failed."""
     if causes is None:
-        return "undiagnosed"
-    return str(causes[0]["cause"]) if causes else "unknown"
+        return replace(judgement, cause=UNDIAGNOSED, causes=())
+    return replace(judgement, cause=str(causes[0]["cause"]) if causes else UNKNOWN, causes=causes)
 
 
 def pending(missing: str, weight_version: int) -> Judgement:

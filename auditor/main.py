@@ -44,13 +44,14 @@ from auditor.judge import ReferenceLogprobs
 from auditor.periodic import Periodic
 from auditor.pipeline import Incoming, Pipeline, Receipt, Refused
 from auditor.rates import Rate
-from auditor.recompute import Diagnosis, Patience, RecomputePool
+from auditor.recompute import Patience, RecomputePool
 from auditor.recompute_queue import RecomputeQueue
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
 from auditor.retention import ParquetArchive, Retirement
 from auditor.sampling import Policy, make_policy
+from auditor.search_queue import SearchQueue
 from auditor.storage.database import open_database
-from auditor.storage.ledger import Ledger
+from auditor.storage.ledger import Ledger, Unit
 from auditor.storage.reader import Reader
 from auditor.tls import Renewal, TlsFiles, grpc_credentials, http_context
 from auditor.unpaired import Unpaired
@@ -90,6 +91,7 @@ class Auditor:
             lambda: self._writer.waiting,
             lambda: self._queue.waiting,
             lambda: self._queue.lag_seconds,
+            lambda: self._searches.waiting,
             lambda: self._ledger_bytes,
             clock,
             lambda: clock.jumped_seconds,
@@ -99,15 +101,20 @@ class Auditor:
         self._queue = RecomputeQueue(config.recompute_queue)
         contracts = known_contracts()
         ask = self._queue.put if config.weights_root is not None else None
-        self._pipeline = Pipeline(contracts, _policy(config), self._board, ask, self._queue.room, self._count_fault)
+        self._searches = SearchQueue(config.diagnose_per_step)
+        self._pipeline = Pipeline(
+            contracts, _policy(config), self._board, ask, self._queue.room, self._count_fault, self._searches
+        )
         self._start_upkeep(config, clock)
-        self._pool = self._start_pool(config)
+        self._recomputes = self._start_pools(config)
         names = {digest: f"{c.profile.name}/segments={c.segments}" for digest, c in contracts.items()}
         reads = Rate("requests", config.rate_reads, config.rate_burst_s)
         api = make_api(self._reader, self._metrics, grants, reads, Facts(version, names, self._why_not_ready))
         http = self._start_http(api, config.http, tls_files(config))
         self.addresses = {"grpc": self._start_grpc(config, grants), "http": http}
         self._requeue()
+        if not self._recomputes:
+            self._give_searches_up()
 
     def _start_upkeep(self, config: Config, clock: SteadyClock) -> None:
         """What is done now and then: runs leave the exposition, samples that wait in vain and old evidence go."""
@@ -164,33 +171,41 @@ class Auditor:
 
     def _requeue(self) -> None:
         """Take up what the ledger says is queued; what is recomputed twice is recorded once."""
-        if self._pool is not None:
+        if self._recomputes:
             for key, urgent in self._reader.queued():
                 self._queue.put(key, urgent)
+            for key in self._reader.searching():
+                self._searches.put(key, urgent=False)
+
+    def _give_searches_up(self) -> None:
+        """Where nothing is searched, nobody is to wait for it, and no evidence to be kept for it."""
+        left = list(self._reader.searching())
+
+        def work(unit: Unit) -> None:
+            for key in left:
+                self._pipeline.explain(unit, key, None)
+
+        if left:
+            self._writer.submit(work, block=True).result()
 
     def _accept(self, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         with self._metrics.receipt_seconds.time():
             return self._writer.submit(lambda unit: self._pipeline.receive(unit, batch)).result()
 
-    def _start_pool(self, config: Config) -> RecomputePool | None:
+    def _start_pools(self, config: Config) -> bool:
+        """One for verdicts and one for causes; whether there is a reference to ask."""
         weights = weights_place(config)
         if weights is None:
-            return None
+            return False
         weights.open().versions()  # a place that cannot be read fails the start and not the first mismatch
-        pool = RecomputePool(
-            weights,
-            find(config.recompute_pool, config.recompute_idle),
-            config.recompute_workers,
-            self._queue,
-            Diagnosis(config.diagnose_per_step, config.diagnose_seconds),
-            Patience(config.recompute_timeout_s, config.recompute_retry_s),
-            self._load,
-            self._conclude,
-            self._metrics.count_worker_end,
-            partial(self._count_fault, "causes"),
-        )
-        self._parts.callback(pool.close)
-        return pool
+        hire, told = find(config.recompute_pool, config.recompute_idle), self._metrics.count_worker_end
+        waits, limit, seconds = config.recompute_retry_s, config.recompute_timeout_s, config.diagnose_seconds
+        verdicts = (config.recompute_workers, self._queue, Patience(limit, waits), self._load, self._conclude)
+        # A search recomputes the sample first, and then has its seconds for each side.
+        causes = (1, self._searches, Patience(limit + 2 * seconds, waits), self._load, self._explain)
+        self._parts.callback(RecomputePool(weights, hire, *verdicts, told).close)
+        self._parts.callback(RecomputePool(weights, hire, *causes, told, seconds).close)
+        return True
 
     def _load(self, key: SampleKey) -> tuple[RolloutRecord, TrainerRecord]:
         rollout, trainer = self._reader.record(key, "rollout"), self._reader.record(key, "trainer")
@@ -200,8 +215,20 @@ class Auditor:
 
     def _conclude(self, key: SampleKey, outcome: ReferenceLogprobs | RecomputeError, seconds: float) -> None:
         self._metrics.recompute_seconds.observe(seconds)
+        self._record(key, lambda unit: self._pipeline.conclude(unit, key, outcome))
+
+    def _explain(self, key: SampleKey, outcome: ReferenceLogprobs | RecomputeError, seconds: float) -> None:
+        self._metrics.search_seconds.observe(seconds)
+        causes = None
+        if isinstance(outcome, RecomputeError):
+            log.warning("causes of %s were not searched for: %s: %s", key, outcome.code, outcome)
+        elif (causes := outcome.causes) is None:
+            self._count_fault("causes")
+        self._record(key, lambda unit: self._pipeline.explain(unit, key, causes))
+
+    def _record(self, key: SampleKey, work: Callable[[Unit], None]) -> None:
         while not self._stopping.is_set():
-            future = self._writer.submit(lambda unit: self._pipeline.conclude(unit, key, outcome), block=True)
+            future = self._writer.submit(work, block=True)
             try:
                 return future.result()
             except LedgerError:

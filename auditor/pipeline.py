@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from auditor.drift import NOTHING
 from auditor.errors import ConflictError, RecomputeError
 from auditor.judge import (
     MISSING_SIDE,
+    SEARCHING,
+    UNKNOWN,
     Faulty,
     Judgement,
     PairJudgement,
@@ -29,10 +31,12 @@ from auditor.judge import (
     judge_pair,
     judge_with_reference,
     pending,
+    with_causes,
 )
 from auditor.preconditions import Condition, Contracts
 from auditor.records import Record, RolloutRecord, SampleKey, Side, TrainerRecord
 from auditor.sampling import Candidate, Policy
+from auditor.search_queue import SearchQueue
 from auditor.storage.ledger import Held, Stored, Unit
 from auditor.storage.rows import Totals, change
 
@@ -85,7 +89,8 @@ class Pipeline:
     policy: which agreeing samples to recompute. recompute: hands a sample to the reference, the urgent ones first;
     None where there is no reference, and mismatches stay without a side. room: whether one more sample, urgent or not,
     may wait for the reference beside so many that the same transaction has handed over already. on_fault: told of each
-    sample that could not be judged (`judge`), or whose causes could not be looked for (`causes`).
+    sample that could not be judged (`judge`), or whose causes could not be looked for (`causes`). searches: what of the
+    mismatches that the reference has spoken on is searched for causes; None: nothing is.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class Pipeline:
         recompute: Callable[[SampleKey, bool], None] | None,
         room: Callable[[bool, int], bool] = lambda urgent, asked: True,
         on_fault: Callable[[str], None] = lambda part: None,
+        searches: SearchQueue | None = None,
     ) -> None:
         self._contracts = contracts
         self._policy = policy
@@ -103,6 +109,7 @@ class Pipeline:
         self._recompute = recompute
         self._room = room
         self._on_fault = on_fault
+        self._searches = searches
 
     def receive(self, unit: Unit, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         """Store a batch and judge the samples that it completes; one receipt a record, in order."""
@@ -129,9 +136,18 @@ class Pipeline:
             )
             unit.count("recompute_errors", run_id=key.run_id, code=outcome.code)
         else:
-            after = judge_with_reference(before, rollout, trainer, outcome)
+            after = self._hand_on(unit, key, judge_with_reference(before, rollout, trainer, outcome))
             unit.keep_reference(key, outcome.rollout)
             self._count_reference(unit, key, after)
+        self._rejudge(unit, key, before, after)
+
+    def explain(self, unit: Unit, key: SampleKey, causes: tuple[dict[str, Any], ...] | None) -> None:
+        """Take in what a search for causes found, or None where it failed; said again, it changes nothing."""
+        before = unit.judgement(key)
+        if before is not None and before.cause == SEARCHING:
+            self._rejudge(unit, key, before, with_causes(before, causes))
+
+    def _rejudge(self, unit: Unit, key: SampleKey, before: Judgement, after: Judgement) -> None:
         self._count_final(unit, key, after)
         unit.judge(key, after, before)
         self._add_to_steps(unit, {(key.run_id, key.step): change(before, after, NOTHING)})
@@ -213,9 +229,8 @@ class Pipeline:
             # The records are sound: their batch must not fail for a guess, nor be sent again for ever.
             log.exception("causes of %s were not found", rollout.key)
             unit.after_commit.append(partial(self._on_fault, "causes"))
-            return replace(judgement, cause="undiagnosed")
-        first = causes[0].cause if causes else "unknown"
-        return replace(judgement, cause=first, causes=tuple(cause.to_json() for cause in causes))
+            return with_causes(judgement, None)
+        return with_causes(judgement, tuple(cause.to_json() for cause in causes))
 
     def _hand_over(self, unit: Unit, judgement: Judgement, rollout: RolloutRecord) -> Judgement:
         """Ask the reference about a mismatch or a sample that the policy chose, where there is room for it to wait."""
@@ -229,6 +244,14 @@ class Pipeline:
         unit.after_commit.append(lambda: ask(key, mismatch))
         return replace(judgement, reference=Reference.QUEUED)
 
+    def _hand_on(self, unit: Unit, key: SampleKey, judgement: Judgement) -> Judgement:
+        """Have the causes of a mismatch searched for, where there is room: the verdict stands and waits for none."""
+        searches = self._searches
+        if judgement.side is Faulty.NONE or searches is None or not searches.wants(key):
+            return judgement
+        unit.after_commit.append(lambda: searches.put(key, urgent=False))
+        return replace(judgement, cause=SEARCHING)
+
     def _count_reference(self, unit: Unit, key: SampleKey, judgement: Judgement) -> None:
         unit.count("recomputed_tokens", judgement.compared, run_id=key.run_id, mma=judgement.reference_mma)
         for side, differing in (("rollout", judgement.rollout_differing), ("trainer", judgement.trainer_differing)):
@@ -236,11 +259,12 @@ class Pipeline:
                 unit.count("mismatched_tokens", differing, run_id=key.run_id, side=side)
 
     def _count_final(self, unit: Unit, key: SampleKey, judgement: Judgement) -> None:
-        """Count a mismatched sample once, when its side is known or nobody will say it."""
-        if judgement.reference is Reference.QUEUED or judgement.verdict is not Verdict.MISMATCH:
+        """Count a mismatched sample once, when its side and cause are known or nobody will say them."""
+        undecided = judgement.reference is Reference.QUEUED or judgement.cause == SEARCHING
+        if undecided or judgement.verdict is not Verdict.MISMATCH:
             return
         side = Faulty.NONE if judgement.explained_by_arithmetic else judgement.side
-        unit.count("mismatched_samples", run_id=key.run_id, side=side.value, cause=judgement.cause or "unknown")
+        unit.count("mismatched_samples", run_id=key.run_id, side=side.value, cause=judgement.cause or UNKNOWN)
 
     def _refuse(self, unit: Unit, refused: Refused, run_id: str = "") -> Receipt:
         unit.count("records", run_id=run_id, side=refused.side, outcome="refused")

@@ -1,9 +1,12 @@
-"""The reference, asked elsewhere: mismatches first, then the sampled ones in the order in which they came."""
+"""The reference, asked elsewhere: mismatches first, then the sampled ones in the order in which they came.
+
+A search for causes is a job of the same workers and never of the same worker: a pool of its own with one worker, so
+that no verdict waits for a guess, and none is broken off, with what it had read, where a verdict is asked for.
+"""
 
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +24,6 @@ from auditor.workers import Hire, Worker
 
 log = logging.getLogger(__name__)
 _ATTEMPTS = 3
-_STEPS_REMEMBERED = 10_000
 _PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 _PLACE_S = 10.0
@@ -42,17 +44,6 @@ class _TimedOut(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What the search for causes may cost, so that a run in which everything differs does not delay every verdict.
-
-    samples_per_step: mismatching samples of a step that are looked into. seconds: for each of them and side.
-    """
-
-    samples_per_step: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Patience:
     """sample_s: after which a worker that is at one sample is killed. retry_s: for which a sample is tried anew while
     its weights' store does not answer, or nobody can be had who runs the reference.
@@ -66,11 +57,11 @@ class RecomputePool:
     """Workers before a queue.
 
     hire: makes a worker; workers: how many.
-    diagnosis: how much may be spent on causes.
     load: fetches a sample's two records from the ledger, so that what waits costs a key and no arrays.
     conclude: is told the outcome and the seconds that it took; called from the pool's threads, which wait for it.
     on_end: told of each worker that did not end by itself, or that was killed.
-    on_fault: told of each search for causes that failed.
+    diagnose_s: spent on the causes of a sample and side at most; 0: they are not searched for. A pool that searches
+    hires when something waits, and keeps no worker when nothing does.
     """
 
     def __init__(
@@ -79,23 +70,21 @@ class RecomputePool:
         hire: Hire,
         workers: int,
         queue: RecomputeQueue,
-        diagnosis: Diagnosis,
         patience: Patience,
         load: Load,
         conclude: Conclude,
         on_end: Callable[[WorkerEnd], None],
-        on_fault: Callable[[], None],
+        diagnose_s: float = 0.0,
     ) -> None:
         self._hire, self._weights = hire, weights
-        self._queue = queue
-        self._diagnosis, self._patience = diagnosis, patience
-        self._diagnosed: Counter[tuple[str, int]] = Counter()
-        self._load, self._conclude, self._on_end, self._on_fault = load, conclude, on_end, on_fault
+        self._queue, self._patience, self._diagnose_s = queue, patience, diagnose_s
+        self._load, self._conclude, self._on_end = load, conclude, on_end
         self._changed = threading.Lock()
         # Hired here, so that a pool that cannot be had fails the start and not the first mismatch.
-        self._spare: Worker | None = hire(weights)
-        self._workers: set[Worker] = {self._spare}
-        self._threads = [threading.Thread(target=self._work, name=f"recompute-{i}") for i in range(workers)]
+        self._spare = None if diagnose_s else hire(weights)
+        self._workers: set[Worker] = {self._spare} if self._spare else set()
+        name = "search" if diagnose_s else "recompute"
+        self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}") for i in range(workers)]
         for thread in self._threads:
             thread.start()
 
@@ -121,27 +110,25 @@ class RecomputePool:
                 continue
             self._conclude(asked.key, outcome, time.monotonic() - started)
             self._queue.done(asked)
+            if self._diagnose_s and worker is not None and not self._queue.waiting:
+                self._stop(worker)
+                worker = None
         if worker is not None:
             self._stop(worker)
 
     def _serve(self, worker: Worker | None, key: SampleKey) -> tuple[Worker | None, ReferenceLogprobs | RecomputeError]:
         """Ask a worker, or the next one where it ends on the sample; the one that is left, and the outcome."""
         outcome = RecomputeError(f"{_ATTEMPTS} workers ended on it", "worker_died")
-        diagnose = self._diagnosed[key[:2]] < self._diagnosis.samples_per_step
         for _ in range(_ATTEMPTS):
             try:
                 worker = worker or self._start()
                 if not worker.wait(_PLACE_S):
                     return worker, RecomputeError(f"no core was free for a worker for {_PLACE_S:g} s", "no_worker")
-                return worker, self._ask(worker, key, self._loaded(key), diagnose)
+                return worker, self._ask(worker, self._loaded(key))
             except _TimedOut:
                 self._replace(worker, key, "timed_out", f"not done after {self._patience.sample_s:g} s")
-                if not diagnose:
-                    said = f"the worker was not done after {self._patience.sample_s:g} s and was ended"
-                    return None, RecomputeError(said, "timed_out")
-                # It may have been the search for causes, which reads other weights too; not again, then.
-                worker, diagnose = None, False
-                self._count_diagnosed(key)
+                said = f"the worker was not done after {self._patience.sample_s:g} s and was ended"
+                return None, RecomputeError(said, "timed_out")
             except RecomputeError as error:
                 return worker, error
             except (EOFError, OSError, ConfigError) as error:
@@ -178,23 +165,12 @@ class RecomputePool:
                 self._queue.pause(_PAUSE_S)
         raise _Closing
 
-    def _ask(self, worker: Worker, key: SampleKey, records: tuple[bytes, bytes], diagnose: bool) -> ReferenceLogprobs:
+    def _ask(self, worker: Worker, records: tuple[bytes, bytes]) -> ReferenceLogprobs:
         rollout, trainer = records
-        job = {"rollout_bytes": len(rollout), "diagnose": self._diagnosis.seconds if diagnose else 0.0}
+        job = {"rollout_bytes": len(rollout), "diagnose": self._diagnose_s}
         with _ended_after(worker, self._patience.sample_s):
             answer = worker.ask(job, rollout + trainer)
-        reference = _reference(*answer)
-        if reference.causes:
-            self._count_diagnosed(key)
-        if diagnose and reference.causes is None:
-            self._on_fault()
-        return reference
-
-    def _count_diagnosed(self, key: SampleKey) -> None:
-        with self._changed:
-            self._diagnosed[key[:2]] += 1
-            while len(self._diagnosed) > _STEPS_REMEMBERED:
-                del self._diagnosed[next(iter(self._diagnosed))]
+        return _reference(*answer)
 
     def _start(self) -> Worker:
         with self._changed:

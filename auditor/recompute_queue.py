@@ -64,6 +64,11 @@ class RecomputeQueue:
         """Whether one more may wait, beside `asked` that will be put here first."""
         return self.waiting + asked < (self._capacity if urgent else (self._capacity + 1) // 2)
 
+    def known(self, run_id: str) -> int:
+        """Samples of a run that wait or are worked on."""
+        with self._changed:
+            return sum(key.run_id == run_id for key in self._known)
+
     def put(self, key: SampleKey, urgent: bool) -> None:
         """Let a sample wait, unless it does already. urgent: before all that are not."""
         with self._changed:

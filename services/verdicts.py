@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from http.client import HTTPException
 from typing import Any
@@ -12,6 +12,8 @@ from services.auditor_access import AuditorAccess
 
 _TIMEOUT_SECONDS = 5.0
 _POLL_SECONDS = 0.2
+# At the end of a run, for causes that are still being searched for: every verdict is there, and no guess is worth more.
+_CAUSES_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,19 @@ class Verdicts:
         return self.by_verdict.get("pending", 0)
 
     @property
-    def settled(self) -> bool:
-        """Whether nothing is waited for."""
+    def judged(self) -> bool:
+        """Whether no verdict is waited for."""
         return self.samples > 0 and self.pending == 0 and self.queued == 0
+
+    @property
+    def searching(self) -> int:
+        """Mismatches that have a verdict and whose causes are still being searched for."""
+        return self.by_cause.get("searching", 0)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is waited for, neither a verdict nor a cause."""
+        return self.judged and not self.searching
 
     @classmethod
     def from_json(cls, counts: Mapping[str, Any]) -> "Verdicts":
@@ -84,12 +96,20 @@ class AuditorApi:
         return verdicts is not None and verdicts.settled
 
     def settle(self, samples: int, seconds: float) -> Verdicts | None:
-        """The whole run, once all of `samples` are judged and nothing waits for the reference, or after `seconds`."""
+        """The whole run, once all of `samples` are judged and nothing waits for the reference, or after `seconds`.
+
+        Causes are waited for as well, but for half a minute at most.
+        """
         deadline = time.monotonic() + seconds
+        self._run_once(lambda run: run.judged and run.samples >= samples, deadline)
+        deadline = min(deadline, time.monotonic() + _CAUSES_SECONDS)
+        return self._run_once(lambda run: run.settled and run.samples >= samples, deadline)
+
+    def _run_once(self, holds: Callable[[Verdicts], bool], deadline: float) -> Verdicts | None:
+        """The whole run once something holds of it, or as it is at the deadline."""
         while True:
             verdicts = self.run()
-            done = verdicts is not None and verdicts.settled and verdicts.samples >= samples
-            if done or time.monotonic() >= deadline:
+            if (verdicts is not None and holds(verdicts)) or time.monotonic() >= deadline:
                 return verdicts
             time.sleep(_POLL_SECONDS)
 

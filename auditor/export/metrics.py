@@ -61,6 +61,7 @@ class Live:
     write_queue: Callable[[], int]
     recompute_queue: Callable[[], int]
     recompute_lag: Callable[[], float]
+    search_queue: Callable[[], int]
     ledger_bytes: Callable[[], int]
     clock: Callable[[], float]
     clock_jumped: Callable[[], float]
@@ -83,6 +84,7 @@ class AuditCollector(Collector):
             ("write_queue_batches", "Batches that wait for the ledger.", self._live.write_queue),
             ("recompute_queue_samples", "Samples that wait for the reference.", self._live.recompute_queue),
             ("recompute_lag_seconds", "Longest wait in the reference's queue.", self._live.recompute_lag),
+            ("search_queue_samples", "Mismatches that wait for a search for causes.", self._live.search_queue),
             ("ledger_bytes", "Size of the ledger.", self._live.ledger_bytes),
             ("clock_timestamp_seconds", "Unix time by the clock that stamps records.", self._live.clock),
             (
@@ -115,7 +117,12 @@ class Metrics:
             registry=self.registry,
             buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
         )
-
+        self.search_seconds = Histogram(
+            "auditor_search_seconds",
+            "The search for the causes of one sample, after its verdict.",
+            registry=self.registry,
+            buckets=(0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600),
+        )
         self._errors = LiveCounter(
             "auditor_errors",
             "Calls, requests and work in the background that failed since the start, by part and code.",

@@ -9,9 +9,9 @@ import numpy as np
 from auditor import codec
 from auditor.compare import Logprobs
 from auditor.errors import LedgerError, NotFoundError
-from auditor.judge import Judgement, Reference, Verdict
+from auditor.judge import SEARCHING, Judgement, Reference, Verdict
 from auditor.records import SIDES, Record, SampleKey, Side
-from auditor.storage.database import Database, Row
+from auditor.storage.database import Database, Row, number_at
 from auditor.storage.rows import RunRow, SampleRow, StepRow, Totals
 
 _RUNS = (
@@ -19,6 +19,8 @@ _RUNS = (
     " FROM runs r LEFT JOIN steps s ON s.run_id = r.run_id"
 )
 _LOOKED_AT = 2000
+# As `Unit.judge` writes it; what others have written stands in that text with its quotes escaped.
+_IS_SEARCHING = f'%"cause": "{SEARCHING}"%'
 # SQLite takes the few that wait first, and not all records, where the verdict is written out as in the index, and CROSS
 # leaves it no choice.
 PENDING_SINCE = (
@@ -138,6 +140,21 @@ class Reader:
         for *key, verdict in rows:
             yield SampleKey(*key), verdict == Verdict.MISMATCH.value
 
+    def searching(self) -> Iterator[SampleKey]:
+        """Samples whose causes are being searched for. Totals lead to them, so nothing that is settled is looked at."""
+        searched = number_at(self.database, "body", "causes", SEARCHING) + " > 0"
+        for (run_id,) in self.database.all(f"SELECT run_id FROM runs WHERE {searched} ORDER BY run_id"):
+            steps = self.database.all(
+                f"SELECT step FROM steps WHERE run_id = ? AND mismatches > 0 AND {searched} ORDER BY step", (run_id,)
+            )
+            for (step,) in steps:
+                rows = self.database.all(
+                    "SELECT run_id, step, sample_id FROM samples WHERE run_id = ? AND step = ? AND verdict = ?"
+                    " AND body LIKE ? ORDER BY sample_id",
+                    (run_id, step, Verdict.MISMATCH.value, _IS_SEARCHING),
+                )
+                yield from (SampleKey(*row) for row in rows)
+
     def pending_since(self, before: float, limit: int) -> list[SampleKey]:
         """Samples that have waited for their other side since before that time (Unix seconds), in the chain's order."""
         rows = self.database.all(
@@ -167,8 +184,8 @@ class Reader:
             "SELECT r.seq, r.run_id, r.step, r.sample_id, r.side, r.digest, r.payload, r.received_at FROM records r"
             " JOIN samples s ON s.run_id = r.run_id AND s.step = r.step AND s.sample_id = r.sample_id"
             " WHERE r.seq < ? AND r.payload IS NOT NULL AND s.verdict <> 'pending' AND s.reference <> 'queued'"
-            " ORDER BY r.seq LIMIT ?",
-            (until, limit),
+            " AND s.body NOT LIKE ? ORDER BY r.seq LIMIT ?",
+            (until, _IS_SEARCHING, limit),
         )
 
     def capsules(

@@ -79,7 +79,7 @@ def _tour(out: Path, steps: int, clean: int, wait: float) -> int:
     grpc, http = (f"127.0.0.1:{port}" for port in free_ports(2))
     command = [sys.executable, "-m", "auditor.main", "--grpc", grpc, "--http", http]
     command += ["--ledger", str(auditor_folder / "ledger.db"), "--weights-root", str(weights), "--recompute-rate", "1"]
-    # Of a native run every sample mismatches, and a search for its cause takes seconds: one a step says enough.
+    # Of a native run every sample mismatches, and a search for its cause takes seconds: one at a time says enough.
     command += ["--diagnose-per-step", "1"]
     with running(auditor_folder, {"auditor": command}) as check:
         with stage("auditor ready"):
@@ -95,7 +95,7 @@ def _tour(out: Path, steps: int, clean: int, wait: float) -> int:
                         strict_job.wait(wait)
                         if (code := native_job.wait(wait)) != 0:
                             raise StackError(f"the native job ended with code {code}; see native.log")
-                    with stage("the reference has spoken on every mismatch"):
+                    with stage("the reference has spoken on every mismatch, and causes were searched for"):
                         _until(lambda: _settled(http), wait, "the reference is behind")
             _leave(out, stack, http, paged, (began, time.time()), stage)
     print(f"\n{'seconds':>8}  stage")
@@ -192,7 +192,7 @@ def _leave(out: Path, stack: Stack, http: str, paged: dict[str, Any], span: tupl
 
 
 def _settled(http: str) -> bool:
-    return all(run["queued"] == 0 for run in _get(http, "/runs")["runs"])
+    return all(run["queued"] == 0 and "searching" not in run["by_cause"] for run in _get(http, "/runs")["runs"])
 
 
 def _mismatching(http: str) -> bool:

@@ -21,7 +21,7 @@ from rl_kernel.reference.model import Decoder
 from tests.auditor.processes import running_auditor
 from tests.auditor.samples import CONTRACT, one_ulp_off, pair
 from tests.auditor.stores import Store, running_store
-from tests.auditor.test_reference import true_pair, weights_root
+from tests.auditor.test_reference import settled, true_pair, weights_root
 
 __all__ = ["weights_root"]
 
@@ -132,7 +132,7 @@ def test_an_auditor_recomputes_from_the_store_and_finds_the_stale_version_in_it(
     for version in (1, 2):
         store.put(weights_root / f"v{version:06d}", f"run/v{version:06d}")
     flags = ("--weights-root", "s3://bucket/run", "--weights-cache", str(tmp_path / "copies"))
-    flags += ("--store-endpoint", store.endpoint, "--recompute-rate", "1", "--diagnose-seconds", "60")
+    flags += ("--store-endpoint", store.endpoint, "--recompute-rate", "1")
     with (
         running_auditor(tmp_path / "a", *flags) as auditor,
         AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client,
@@ -145,7 +145,7 @@ def test_an_auditor_recomputes_from_the_store_and_finds_the_stale_version_in_it(
         for record in true_pair(weights_root, "b", version=2):
             (client.submit_rollout if record.side == "rollout" else client.submit_trainer)(record)  # type: ignore[arg-type]
         client.flush(10)
-        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0 and r["samples"] == 2)
+        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["samples"] == 2 and settled(r))
         assert (run["by_side"], run["by_cause"]) == ({"rollout": 1}, {"stale_weights": 1})
         assert run["by_reference"] == {"done": 2}
         assert auditor.stop() == 0

@@ -13,7 +13,7 @@ import pytest
 
 from auditor.errors import ConfigError, RecomputeError
 from auditor.judge import ReferenceLogprobs
-from auditor.recompute import Diagnosis, Patience, RecomputePool
+from auditor.recompute import Patience, RecomputePool
 from auditor.recompute_queue import RecomputeQueue
 from auditor.records import SampleKey
 from auditor.weights_place import WeightsPlace
@@ -98,16 +98,10 @@ class Reference:
     def stop(self) -> None: ...
 
 
-def outcomes(
-    words: list[str], retry_s: float, root: Path, away: int = 0, per_step: int = 0, faults: list[str] | None = None
-) -> list[str]:
-    """What is concluded of one sample by workers that say these words. away: hirings that fail after the first.
-
-    per_step: samples whose causes are looked for. faults: is told of searches that failed.
-    """
+def outcomes(words: list[str], retry_s: float, root: Path, away: int = 0) -> list[str]:
+    """What is concluded of one sample by workers that say these words. away: hirings that fail after the first."""
     said, concluded, hired = iter(words), threading.Event(), iter([True] + [False] * away + [True] * 9)
     found: list[str] = []
-    told = [] if faults is None else faults
 
     def hire(weights: WeightsPlace) -> Reference:
         if not next(hired):
@@ -120,8 +114,8 @@ def outcomes(
 
     queue = RecomputeQueue(10)
     pool = RecomputePool(
-        WeightsPlace(str(root)), hire, 1, queue, Diagnosis(per_step, 1.0), Patience(60.0, retry_s),
-        lambda _: true_pair(root, "a"), conclude, lambda why: None, lambda: told.append("causes"),
+        WeightsPlace(str(root)), hire, 1, queue, Patience(60.0, retry_s),
+        lambda _: true_pair(root, "a"), conclude, lambda why: None,
     )  # fmt: skip
     queue.put(key(0), False)
     try:
@@ -135,15 +129,6 @@ def test_a_store_that_does_not_answer_is_asked_again_until_it_does_or_time_is_up
     assert outcomes(["weights_unreachable", "weights_unreachable", "ok"], 60.0, weights_root) == ["ok"]
     assert outcomes(["weights_unreachable"] * 9, 0.5, weights_root) == ["weights_unreachable"]
     assert outcomes(["weights_missing", "ok"], 60.0, weights_root) == ["weights_missing"]
-
-
-@pytest.mark.parametrize(("per_step", "counted"), [(1, ["causes"]), (0, [])])
-def test_a_search_for_causes_that_fails_is_counted_and_one_that_nobody_asked_for_is_not(
-    weights_root: Path, per_step: int, counted: list[str]
-) -> None:
-    faults: list[str] = []
-    assert outcomes(["ok"], 60.0, weights_root, per_step=per_step, faults=faults) == ["ok"]
-    assert faults == counted
 
 
 def test_while_nobody_can_be_hired_a_sample_waits(weights_root: Path) -> None:
@@ -197,23 +182,8 @@ def test_a_recompute_that_does_not_end_is_ended_and_the_queue_goes_on(root: Path
         assert auditor.stop() == 0
 
 
-def test_a_search_for_causes_that_does_not_end_costs_the_causes_and_not_the_verdict(root: Path, tmp_path: Path) -> None:
-    """It looks at every version, and version 3 cannot be read; after so many of a step it looks no more."""
-    flags = ("--weights-root", str(root), "--recompute-timeout-s", "5", "--diagnose-per-step", "1")
-    with running_auditor(tmp_path / "a", *flags) as auditor:
-        for i in range(3):
-            rollout, trainer = true_pair(root, f"{i}")
-            send(auditor, rollout, one_ulp_off(trainer))
-        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0)
-        assert (run["by_reference"], run["by_side"]) == ({"done": 3}, {"trainer": 3})
-        assert run["by_cause"] == {"undiagnosed": 3}
-        assert counted(auditor, "recompute_worker_ends", reason="timed_out") == 1
-        assert auditor.stop() == 0
-
-
 def test_what_finds_no_room_is_skipped_counted_and_shown_and_never_as_recomputed(root: Path, tmp_path: Path) -> None:
     flags = ("--weights-root", str(root), "--recompute-rate", "1")
-    # No search for causes, which would try version 3 as well.
     flags += ("--recompute-queue", "2", "--diagnose-per-step", "0")
     with running_auditor(tmp_path / "a", *flags) as auditor:
         send(auditor, *stuck(root, "stuck"))

@@ -132,6 +132,11 @@ def test_two_sides_of_two_makers_are_explained_where_each_keeps_to_its_own_arith
         assert auditor.metrics()['auditor_mismatched_tokens_total{run_id="run",side="pair"}'] == 0
 
 
+def settled(run: dict[str, Any]) -> bool:
+    """Whether every sample has its verdict, and every search for causes is over."""
+    return run["queued"] == 0 and "searching" not in run["by_cause"]
+
+
 def test_stale_weights_are_found_with_the_version_and_only_a_few_samples_of_a_step_are_looked_into(
     weights_root: Path, tmp_path: Path
 ) -> None:
@@ -145,7 +150,7 @@ def test_stale_weights_are_found_with_the_version_and_only_a_few_samples_of_a_st
             client.submit_rollout(replace(fresh[0], logprobs=stale[0].logprobs))
             client.submit_trainer(fresh[1])
         client.flush(10)
-        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0 and r["samples"] == 4)
+        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["samples"] == 4 and settled(r))
         assert run["by_side"] == {"rollout": 4}
         assert run["by_cause"] == {"stale_weights": 2, "undiagnosed": 2}
         found = [auditor.get(f"/api/v1/runs/run/samples/0/{i}")["judgement"] for i in range(4)]

@@ -19,20 +19,26 @@ from auditor.storage.database import open_database
 from tests.auditor.postgres_server import PostgresServer
 from tests.auditor.processes import REPOSITORY, AuditorProcess, running_auditor
 from tests.auditor.samples import RESPONSE
-from tests.auditor.test_reference import weights_root
+from tests.auditor.test_reference import settled, weights_root
 
 __all__ = ["weights_root"]
 
-# A producer that is killed reports the same samples again when it is started again.
-PRODUCER = """
+SIDES = ("pair", "trainer")
+EACH = 6
+# A producer that is killed reports the same samples again when it is started again. The last one of each round, a step
+# of its own, is off by a bit, so that there are searches for causes to be killed.
+PRODUCER = f"""
 import sys, time
+from dataclasses import replace
 from pathlib import Path
 from auditor.client import AuditClient
+from tests.auditor.samples import one_ulp_off
 from tests.auditor.test_reference import true_pair
 root, address, spool, first, count = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 with AuditClient(address, "run", spool_dir=spool) as client:
     for i in range(first, first + count):
-        rollout, trainer = true_pair(root, str(i))
+        rollout, trainer = (replace(record, step=i // {EACH}) for record in true_pair(root, str(i)))
+        trainer = one_ulp_off(trainer) if i % {EACH} == {EACH - 1} else trainer
         client.submit_rollout(rollout)
         client.submit_trainer(trainer)
         time.sleep(0.002)
@@ -54,13 +60,13 @@ def workers_of(auditor: AuditorProcess) -> list[int]:
 
 def run_rounds(root: Path, folder: Path, rounds: int, database: PostgresServer | None = None) -> None:
     random = np.random.default_rng(rounds)
-    each, spool = 6, folder / "spool"
+    spool = folder / "spool"
     victims = ["server", "client", "worker"] + (["database"] if database else [])
     flags = ("--weights-root", str(root), "--recompute-rate", "1")
     flags += ("--ledger", database.url) if database else ()
     with running_auditor(folder / "auditor", *flags) as auditor:
         for number in range(rounds):
-            producer = produce(root, auditor, spool, number * each, each)
+            producer = produce(root, auditor, spool, number * EACH, EACH)
             time.sleep(float(random.uniform(0.0, 0.6)))
             victim = victims[number] if number < len(victims) else random.choice(victims)
             if victim == "database":
@@ -77,24 +83,31 @@ def run_rounds(root: Path, folder: Path, rounds: int, database: PostgresServer |
             else:
                 producer.kill()
                 producer.wait()
-                producer = produce(root, auditor, spool, number * each, each)
+                producer = produce(root, auditor, spool, number * EACH, EACH)
             assert producer.wait(60) == 0
         with AuditClient(auditor.grpc, "run", spool_dir=spool) as late:
             assert late.flush(60).spooled == 0
-        samples = rounds * each
-        run = auditor.wait_for("/api/v1/runs/run", lambda r: r["queued"] == 0 and r["samples"] == samples, 120)
-        assert run["by_verdict"] == {"match": samples}
-        assert run["by_reference"] == {"done": samples}
+        samples = rounds * EACH
+        run = auditor.wait_for("/api/v1/runs/run", lambda r: settled(r) and r["samples"] == samples, 120)
+        assert run["by_verdict"] == {"match": samples - rounds, "mismatch": rounds}
+        assert (run["by_reference"], run["by_side"]) == ({"done": samples}, {"trainer": rounds})
+        named = rounds - run["by_cause"].get("undiagnosed", 0)
         assert run["compared_tokens"] == run["recomputed_tokens"] == samples * RESPONSE
         metrics = auditor.metrics()
         assert metrics['auditor_compared_tokens_total{run_id="run"}'] == samples * RESPONSE
         assert metrics['auditor_recomputed_tokens_total{mma="fma32",run_id="run"}'] == samples * RESPONSE
+        found = {series: n for series, n in metrics.items() if series.startswith("auditor_mismatched_")}
+        assert sum(n for series, n in found.items() if series.startswith("auditor_mismatched_samples")) == rounds
+        assert {found[f'auditor_mismatched_tokens_total{{run_id="run",side="{side}"}}'] for side in SIDES} == {rounds}
         for side in ("rollout", "trainer"):
             assert metrics[f'auditor_records_total{{outcome="accepted",run_id="run",side="{side}"}}'] == samples
         assert auditor.stop() == 0
-        # Two records and a verdict a sample, and one more verdict when the reference has spoken.
-        ledger = database.url if database else str(auditor.ledger)
-        assert verify(open_database(ledger, writer=False)).entries == 4 * samples
+        reader = open_database(database.url if database else str(auditor.ledger), writer=False)
+        searched = reader.all("SELECT sample_id FROM verdicts WHERE body LIKE ?", ('%"cause": "searching"%',))
+        assert len(set(searched)) == len(searched) >= named > 0, "searched for once, however often it was killed"
+        # Two records and a verdict a sample, one more when the reference has spoken, and one after a search.
+        assert verify(reader).entries == 4 * samples + len(searched)
+        print(f"{rounds} rounds, {samples} samples, causes {run['by_cause']}, {len(searched)} searched for")
 
 
 def test_five_rounds_of_kills_lose_nothing_and_count_nothing_twice(weights_root: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from auditor.client import AuditClient
 from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import one_ulp_off
-from tests.auditor.test_reference import true_pair, weights_root
+from tests.auditor.test_reference import settled, true_pair, weights_root
 from tests.deploy.browser import browser, needs_chromium
 from tests.deploy.test_page import shoot
 
@@ -37,7 +37,7 @@ def judged(weights_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 client.submit_rollout(rollout)
                 client.submit_trainer(trainer)
             assert client.flush(20).accepted == 6
-        auditor.wait_for("/api/v1/runs/run", lambda run: run["queued"] == 0 and run["samples"] == 3)
+        auditor.wait_for("/api/v1/runs/run", lambda run: run["samples"] == 3 and settled(run))
         yield auditor
 
 

@@ -1,13 +1,17 @@
 """An auditor that answers by halves, or somebody else in its place: silence for the job, never an error."""
 
+import json
 import socket
 import threading
+import time
+from dataclasses import asdict
 
 import pytest
 
+from services import verdicts
 from services.auditor_access import AuditorAccess
 from services.errors import AuditorError
-from services.verdicts import AuditorApi
+from services.verdicts import AuditorApi, Verdicts
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
@@ -56,6 +60,19 @@ def test_an_answer_that_is_none_is_silence(answering, answer):
     assert api.run() is None
     assert api.step(0, samples=4, seconds=0.3) is None
     assert api.metrics() in ("", "{}", "null", "<html></html>")
+
+
+@pytest.mark.parametrize(("causes", "waits"), [({"searching": 1}, True), ({"unknown": 1}, False)])
+def test_the_end_of_a_run_waits_for_causes_and_not_for_long(answering, monkeypatch, causes, waits):
+    monkeypatch.setattr(verdicts, "_CAUSES_SECONDS", 1.0)
+    body = json.dumps({**asdict(Verdicts(samples=4)), "by_cause": causes}).encode()
+    api = AuditorApi(AuditorAccess("", f"http://{answering(HEAD % len(body) + body)}"), "run")
+    began = time.monotonic()
+    found = api.settle(samples=4, seconds=60.0)
+    assert found is not None
+    assert (found.settled, found.by_cause) == (not waits, causes)
+    assert waits == (time.monotonic() - began > 0.9)
+    assert time.monotonic() - began < 10
 
 
 def test_an_address_where_nothing_speaks_grpc_is_named(answering):

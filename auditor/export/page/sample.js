@@ -3,19 +3,21 @@
 import { get, runPath } from "./api.js";
 import { saveButton } from "./capsules.js";
 import { difference, h, logprob, table, whole } from "./dom.js";
+import { renew } from "./renew.js";
 import { verdictOf } from "./step.js";
 
 const CLASSES = [[0, "equal bits"], [1e-6, "up to 1e-6"], [1e-4, "up to 1e-4"], [1e-2, "up to 0.01"], [Infinity, "more"], [null, "NaN, infinite or missing"]];
 const SHOWN = 2000;
 
-export async function sampleView({ parts: [id, step, name], query }) {
+export async function sampleView({ parts: [id, step, name], query, refresh }) {
   const sample = await get(`${runPath(id)}/samples/${step}/${encodeURIComponent(name)}`);
+  if (sample.judgement.cause === "searching") renew(refresh, 5);
   const tokens = tokensOf(sample);
   const from = Number(query.get("from") || 0);
   return [
     h("h1", {}, `Sample ${name}, step ${step}`),
     h("p", {}, verdictOf(sample.judgement), explanation(sample.judgement)),
-    causes(sample.judgement.causes),
+    causes(sample.judgement),
     capsule(id, step, name, sample),
     ...(tokens.length ? tokenViews(tokens, from, (start) => `#/run/${encodeURIComponent(id)}/sample/${step}/${encodeURIComponent(name)}?from=${start}`) : [h("p", {}, "Neither side's tokens are here: not reported, or retired.")]),
     h("h2", {}, "What each side said of itself"),
@@ -44,7 +46,8 @@ function capsule(id, step, name, sample) {
     h("span", { class: "quiet" }, "for ", h("code", {}, "python -m auditor.replay")));
 }
 
-function causes(found) {
+function causes({ cause, causes: found }) {
+  if (cause === "searching") return h("p", {}, "Why: being searched for, or soon. The verdict does not wait for it.");
   if (!found.length) return null;
   return table("Suspected causes, the likeliest first", [
     ["cause", (row) => row.cause], ["score", (row) => difference(row.score), true],

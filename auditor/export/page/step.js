@@ -48,5 +48,6 @@ export function verdictOf(judgement) {
 
 /** The condition that failed, the side that is waited for, the suspected cause: what there is of them. */
 function why({ condition, missing, cause }) {
-  return [condition, missing && `waits for the ${missing}`, cause && condition ? `suspected: ${cause}` : cause].filter(Boolean).join("; ");
+  const said = cause === "searching" ? "cause is searched for" : cause;
+  return [condition, missing && `waits for the ${missing}`, said && condition ? `suspected: ${said}` : said].filter(Boolean).join("; ");
 }
