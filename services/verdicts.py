@@ -12,8 +12,8 @@ from services.auditor_access import AuditorAccess
 
 _TIMEOUT_SECONDS = 5.0
 _POLL_SECONDS = 0.2
-# At the end of a run, for causes that are still being searched for: every verdict is there, and no guess is worth more.
-_CAUSES_SECONDS = 30.0
+# At the end of a run, where no search for causes is over yet: one takes so long at most, by the auditor's defaults.
+_CAUSES_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,11 @@ class Verdicts:
         return self.by_cause.get("searching", 0)
 
     @property
+    def explained(self) -> bool:
+        """Whether a search for causes is over, or none is waited for."""
+        return not self.searching or not self.by_cause.keys() <= {"searching", "undiagnosed"}
+
+    @property
     def settled(self) -> bool:
         """Whether nothing is waited for, neither a verdict nor a cause."""
         return self.judged and not self.searching
@@ -98,12 +103,13 @@ class AuditorApi:
     def settle(self, samples: int, seconds: float) -> Verdicts | None:
         """The whole run, once all of `samples` are judged and nothing waits for the reference, or after `seconds`.
 
-        Causes are waited for as well, but for half a minute at most.
+        Then, for a minute at most, until one search for causes is over where there are any.
         """
         deadline = time.monotonic() + seconds
-        self._run_once(lambda run: run.judged and run.samples >= samples, deadline)
-        deadline = min(deadline, time.monotonic() + _CAUSES_SECONDS)
-        return self._run_once(lambda run: run.settled and run.samples >= samples, deadline)
+        judged = self._run_once(lambda run: run.judged and run.samples >= samples, deadline)
+        if judged is None or judged.explained:
+            return judged
+        return self._run_once(lambda run: run.explained, min(deadline, time.monotonic() + _CAUSES_SECONDS))
 
     def _run_once(self, holds: Callable[[Verdicts], bool], deadline: float) -> Verdicts | None:
         """The whole run once something holds of it, or as it is at the deadline."""
