@@ -1,9 +1,10 @@
-"""The process that runs the reference: `python -m auditor.recompute_worker PLACE` (a `WeightsPlace` as JSON).
+"""The process that runs the reference: `python -m auditor.recompute_worker PLACE PARENT`, a `WeightsPlace` and a pid.
 
 Jobs come on stdin, answers go to stdout.
 A worker holds the newest few models it was asked for; weights are mapped, not read, so several workers share them.
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from rl_kernel.reference.model import Decoder
 
 log = logging.getLogger(__name__)
 _MODELS = 4
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Models:
@@ -169,9 +171,13 @@ def _logprobs(models: Models, record: RolloutRecord, contract_digest: str) -> tu
     return logprobs, decoder.contract.profile.mma
 
 
-def main(place: WeightsPlace, idle: bool) -> None:
+def main(place: WeightsPlace, parent: int, idle: bool) -> None:
     """Answer jobs until stdin ends. The auditor must not slow the job that it watches: the worker is nice, or idle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the auditor too, which ends this process
+    # Nor does it outlive one that is killed: it would find out when its search, or a disk that hangs, lets it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # it was killed before that
     if idle:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
@@ -188,4 +194,4 @@ def main(place: WeightsPlace, idle: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(WeightsPlace.from_json(sys.argv[1]), idle="idle" in sys.argv[2:])
+    main(WeightsPlace.from_json(sys.argv[1]), int(sys.argv[2]), idle="idle" in sys.argv[3:])

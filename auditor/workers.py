@@ -42,7 +42,8 @@ class ProcessWorker:
     """
 
     def __init__(self, weights: WeightsPlace, idle: bool = False) -> None:
-        command = [sys.executable, "-m", "auditor.recompute_worker", weights.to_json(), *(["idle"] if idle else [])]
+        command = [sys.executable, "-m", "auditor.recompute_worker", weights.to_json(), str(os.getpid())]
+        command += ["idle"] if idle else []
         # As many workers as cores are wanted, and threads of NumPy's products wait in a spin, at the others' cost.
         environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
