@@ -25,6 +25,7 @@ _ENOUGH_AMONG: Final = 8
 _AMONG: Final = 0.25
 _FAR: Final = 0.1
 _MOSTLY: Final = 0.5
+_UNSURE: Final = 0.9
 LAST_BITS: Final = 1e-5  # a difference that anything may make by chance
 
 
@@ -80,10 +81,10 @@ class Evidence:
         What a row does to those behind it, it does to all of them; only roundings pass some by.
         """
         differs, active = np.flatnonzero(self.differs), np.flatnonzero(self.active)
-        among = active[(active > differs[0]) & (active < differs[-1])] if differs.size else active[:0]
+        far = differs[np.abs(self.delta[differs]) > _FAR]
+        among = active[(active > far[0]) & (active < far[-1])] if far.size else active[:0]
         right = among.size - np.isin(among, differs).sum()
-        far = differs.size and np.median(np.abs(self.delta[differs])) > _FAR
-        return bool(far and right >= _ENOUGH_AMONG and right > _AMONG * among.size)
+        return bool(right >= _ENOUGH_AMONG and right > _AMONG * among.size)
 
     @property
     def alone(self) -> bool:
@@ -122,8 +123,7 @@ def explained(found: Logprobs, truth: Logprobs, predicted: Logprobs, active: Mas
     if hit.sum() == active.sum():
         return CERTAIN if differs.sum() >= 2 else SETTLED
     if not (differs & ~hit).any():
-        sure = np.abs(found - truth)[differs].max() > LAST_BITS
-        return IN_PART if differs.sum() >= 4 else SETTLED if sure else STRONG
+        return _where_wrong(found, truth, predicted, differs, active)
     finite = np.isfinite(found) & np.isfinite(truth) & np.isfinite(predicted) & active
     if finite.sum() < _ENOUGH_TO_RESEMBLE:
         return 0.0  # of many predictions one resembles a few values by chance
@@ -132,6 +132,20 @@ def explained(found: Logprobs, truth: Logprobs, predicted: Logprobs, active: Mas
     if before == 0.0 or correlation(side, guess) < max(_RESEMBLES, correlation(side, right)):
         return 0.0
     return float(STRONG * max(0.0, 1.0 - np.abs(side - guess).mean() / before))
+
+
+def _where_wrong(found: Logprobs, truth: Logprobs, predicted: Logprobs, differs: Mask, active: Mask) -> float:
+    """Of a prediction right wherever the side is wrong, and nowhere else.
+
+    A last bit of few values may be right by chance where it moves many more. And 0 is what everything has that was not
+    computed, so that it says of nothing that it was.
+    """
+    sure = np.abs(found - truth)[differs].max() > LAST_BITS
+    moved = (predicted.view(np.uint32) != truth.view(np.uint32)) & active
+    if not sure and differs.sum() < _MOSTLY * moved.sum():
+        return 0.0
+    score = IN_PART if differs.sum() >= 4 else SETTLED if sure else STRONG
+    return score if found[differs].any() else STRONG * _UNSURE
 
 
 def correlation(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:

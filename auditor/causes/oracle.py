@@ -8,22 +8,29 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from auditor.causes.edits import Edit, edited
 from auditor.compare import Logprobs
 from auditor.errors import RecomputeError
 from rl_kernel.contracts import model_contract
 from rl_kernel.errors import ModelError
 from rl_kernel.reference.model import Decoder
-from rl_kernel.reference.ops import Bits
+from rl_kernel.reference.ops import I32, Bits, Reference
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
+
+
+Kv = tuple[Bits, Bits, Bits]
+
+_KEPT: Final = 1 << 26  # values of queries, keys and values that are kept of one forward
 
 
 class OutOfBudget(Exception):
@@ -32,6 +39,18 @@ class OutOfBudget(Exception):
 
 class VersionUnavailable(Exception):
     """A weight version that is listed cannot be opened, as one that is just being published or deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward under unchanged weights: hidden bf16 [T,E].
+
+    layers: queries and keys (rotated) and values of each layer; None of a sample too long to keep them.
+    """
+
+    decoder: Decoder
+    hidden: Bits
+    layers: list[Kv] | None
 
 
 class Oracle:
@@ -65,6 +84,10 @@ class Oracle:
         self.noise: float | None = None
         # What the model's weights do to the values of some rows, once somebody has computed it.
         self.responses: dict[bytes, object] = {}
+        # Of the oracle's own weights (None) and of other versions: what many a hypothesis begins with, computed once.
+        self._passes: dict[int | None, Pass] = {}
+        self._version: int | None = None
+        self._values: dict[tuple[int, float], Logprobs] = {}
         self._load = load
         self._budget = budget
         self._deadline = time.monotonic() + seconds
@@ -81,10 +104,38 @@ class Oracle:
         self.spend(1.0 if tokens is None else len(tokens) / len(self.tokens))
         return decoder.hidden([self.tokens if tokens is None else tokens])
 
-    @cached_property
+    def once(self, version: int | None = None) -> Pass:
+        """The forward of a weight version, or of the oracle's own weights, which costs one the first time.
+
+        VersionUnavailable.
+        """
+        key = self._version if version is None else version
+        if key not in self._passes:
+            decoder = self.decoder if version is None else self.version(version)
+            config, layers = decoder.config, list[Kv]()
+            heads = config.heads + 2 * config.kv_heads
+            fits = len(self.tokens) * config.layers * heads * config.head_dim <= _KEPT
+
+            def keep(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+                layers.append((q.copy(), k.copy(), v.copy()))
+                return plain.attention(q, k, v, cu_q, cu_k)
+
+            hidden = self.hidden(edited(decoder, Edit("attention", keep)) if fits else decoder)
+            self._passes[key] = Pass(decoder, hidden, layers if fits else None)
+        return self._passes[key]
+
+    def logprobs_of(self, version: int) -> Logprobs:
+        """What a weight version would report, float32 [W]; computed once. VersionUnavailable."""
+        key = version, self.temperature
+        if key not in self._values:
+            done = self.once(version)
+            self._values[key] = self.from_logits(self.head(done.decoder, done.hidden[self.rows]))
+        return self._values[key]
+
+    @property
     def own_hidden(self) -> Bits:
         """Hidden states without any fault, bf16 [T,E]."""
-        return self.hidden(self.decoder)
+        return self.once().hidden
 
     def logits(self, rows: npt.NDArray[np.int64] | None = None) -> F32:
         """Logits without any fault of `rows` (the window's by default), fp32 [W,V]."""
@@ -144,10 +195,9 @@ class Oracle:
     def of_version(self, version: int) -> "Oracle":
         """The same sample under another weight version; VersionUnavailable."""
         other = copy.copy(self)
-        other.decoder = self.version(version)
-        other.said, other.responses = [], {}
-        for name in ("own_hidden", "own_logits"):
-            other.__dict__.pop(name, None)
+        other.decoder = self.once(version).decoder
+        other.said, other.responses, other._version = [], {}, version
+        other.__dict__.pop("own_logits", None)
         return other
 
     def spend(self, forwards: float) -> None:

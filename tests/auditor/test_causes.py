@@ -52,6 +52,22 @@ def test_a_last_bit_of_one_value_settles_nothing_and_few_values_resemble_nothing
     assert explained(wide, TRUTH, near, np.arange(8) < 7) == 0.0
 
 
+def test_last_bits_of_few_values_are_chance_where_the_prediction_moves_many_more() -> None:
+    found = TRUTH.copy()
+    found[2] = np.nextafter(found[2], np.float32(0))
+    many = np.where(np.arange(8) == 2, found, TRUTH + np.float32(1))
+    assert explained(found, TRUTH, many, ALL) == 0.0
+
+
+def test_a_part_of_zeros_does_not_settle_what_made_them() -> None:
+    """As a token that was never scored, and a softmax in few bits in which it would have a chance of 1."""
+    found = TRUTH.copy()
+    found[5:7] = 0.0
+    predicted = np.where(found == 0.0, found, TRUTH + np.float32(0.01))
+    assert explained(found, TRUTH, predicted, ALL) < STRONG
+    assert explained(found, TRUTH, found, ALL) == CERTAIN
+
+
 def test_a_prediction_that_takes_away_half_of_the_difference_gets_half_of_strong() -> None:
     found = TRUTH + np.float32(1.0)
     assert explained(found, TRUTH, TRUTH + np.float32(0.5), ALL) == STRONG * 0.5

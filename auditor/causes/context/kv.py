@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from auditor.causes.context.seen import some_layers
+from auditor.causes.context.slots import cached
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle, VersionUnavailable
@@ -50,7 +51,7 @@ def _of_older_versions(evidence: Evidence, oracle: Oracle, in_part: bool) -> Ite
     older = sorted((version for version in oracle.versions if version < stated), reverse=True)
     for version in dict.fromkeys([*older[:_VERSIONS_TRIED], *older[-1:]]):
         try:
-            layers, old = _record(oracle, oracle.version(version))
+            layers, old = _record(oracle, version), oracle.logprobs_of(version)
         except VersionUnavailable:
             continue
         if _beyond(evidence, oracle, old):
@@ -77,16 +78,15 @@ def _of_two_ages(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     prompt = oracle.prompt_len
     for newer, oldest in combinations(older, 2):
         try:
-            first, then = (oracle.version(version) for version in (oldest, newer))
-            cached, old = _record(oracle, first)[0], oracle.logprobs(then)
+            first, then, old = _record(oracle, oldest), _record(oracle, newer), oracle.logprobs_of(newer)
         except VersionUnavailable:
             continue
         if _beyond(evidence, oracle, old):
             continue
         for cut in sorted({size * (prompt // 2 // size or 1) for size in _SIZES if size < prompt}):
             for said, layers in (
-                ("upon them", _record(oracle, then, cached, cut)[0]),
-                ("by itself", _joined(cached, _record(oracle, then)[0], cut)),
+                ("upon them", _upon(oracle, newer, first, cut)),
+                ("by itself", _joined(first, then, cut)),
             ):
                 for end in dict.fromkeys((prompt, prompt - 1)):
                     decoder = _with_keys(oracle.decoder, layers, slice(0, end), (0, 1), range(len(layers)))
@@ -162,21 +162,24 @@ def _blocks(evidence: Evidence, oracle: Oracle) -> Iterator[tuple[int, int]]:
             yield start, start + size
 
 
-def _record(oracle: Oracle, decoder: Decoder, cached: Sequence[Kv] = (), cut: int = 0) -> tuple[list[Kv], Logprobs]:
-    """Keys and values of the whole window under another version, and what that version would report.
+def _record(oracle: Oracle, version: int) -> list[Kv]:
+    """Keys and values of the whole window under another version."""
+    done = oracle.once(version)
+    return [(k, v) for _, k, v in done.layers or cached(oracle, done.decoder)]
 
-    cached: what stands in the cache of tokens 0..cut when the rest is computed.
-    """
+
+def _upon(oracle: Oracle, version: int, older: Sequence[Kv], cut: int) -> list[Kv]:
+    """Keys and values under a version of a sequence of which an older one cached those of tokens 0..cut."""
     layers: list[Kv] = []
 
     def keep(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
         own = k.copy(), v.copy()
-        if cut:
-            own[0][:cut], own[1][:cut] = (kind[:cut] for kind in cached[len(layers)])
+        own[0][:cut], own[1][:cut] = (kind[:cut] for kind in older[len(layers)])
         layers.append(own)
         return plain.attention(q, *own, cu_q, cu_k)
 
-    return layers, oracle.logprobs(edited(decoder, Edit("attention", keep)))
+    oracle.hidden(edited(oracle.once(version).decoder, Edit("attention", keep)), oracle.tokens[: oracle.prompt_len])
+    return layers
 
 
 def _which(layers: int) -> Iterator[tuple[str, Sequence[int], Sequence[int]]]:

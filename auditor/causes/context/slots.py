@@ -227,7 +227,12 @@ def scopes(layers: int, groups: int) -> Iterator[tuple[str, Any]]:
 
 
 def cached(oracle: Oracle, decoder: Decoder) -> list[tuple[Bits, Bits, Bits]]:
-    """Queries and keys (rotated) and values of every layer, of the whole window's sequence; costs one forward."""
+    """Queries and keys (rotated) and values of every layer, of the whole window's sequence.
+
+    Costs a forward, unless it is the oracle's own and was kept.
+    """
+    if decoder is oracle.decoder and (known := oracle.once().layers) is not None:
+        return known
     kept: list[tuple[Bits, Bits, Bits]] = []
 
     def keep(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:

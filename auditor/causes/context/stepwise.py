@@ -5,7 +5,7 @@ little, so everything that may have happened to it is tried; what fits is kept, 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice, pairwise
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from auditor.causes.context.context_parallel import slicings
 from auditor.causes.context.scalings import Scaling, scalings
+from auditor.causes.context.slots import cached
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle
@@ -31,6 +32,7 @@ _TOGETHER: Final = 64  # rows that are computed at once
 _KEYS: Final = 1 << 16  # that they may have together
 _TOLD: Final = 8  # runs of rows that are told
 _SMALLEST: Final = 8  # tokens of a block
+_ASTRAY: Final = 2  # rows that nothing fits, behind which the rest is taken to go on as it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +53,47 @@ class Kept:
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
-        self._layers: list[tuple[Bits, Bits]] = []
+        self._layers = [(k.copy(), v.copy()) for _, k, v in cached(oracle, oracle.decoder)]
 
-        def keep(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
-            self._layers.append((k.copy(), v.copy()))
-            return plain.attention(q, k, v, cu_q, cu_k)
-
-        oracle.hidden(edited(oracle.decoder, Edit("attention", keep)))
-
-    def values(self, at: int, rows: Sequence[Row], keep: bool = False, target: int | None = None) -> Logprobs:
+    def values(self, at: int, rows: Sequence[Row], target: int | None = None) -> Logprobs:
         """Log-probability of token at + 1 in what the row of token `at` may be, each for itself, float32 [len(rows)].
 
-        keep: keys and values of the first are those of the token, for the rows behind it. target: another token.
+        target: another token.
         """
-        oracle, layer, count = self._oracle, iter(range(len(self._layers))), len(rows)
-        scaled = [row.scaling.of(at) if row.scaling else (oracle.frequencies, 1.0) for row in rows]
-        angle = np.stack([(at + row.offset) * own for row, (own, _) in zip(rows, scaled, strict=True)])
+        targets = np.full(len(rows), self._oracle.tokens[at + 1] if target is None else target)
+        return self._computed(np.full(len(rows), at), rows, targets, keep=False)
+
+    def follow(self, at: int, rows: Sequence[Row]) -> Logprobs:
+        """The same of the rows of tokens at, at + 1, … upon each other; their keys and values are kept."""
+        where = np.arange(at, at + len(rows))
+        return self._computed(where, rows, self._oracle.tokens[where + 1], keep=True)
+
+    def _computed(self, where: I64, rows: Sequence[Row], targets: I64, keep: bool) -> Logprobs:
+        oracle, layer, count = self._oracle, iter(self._layers), len(rows)
+        places = list(zip(where.tolist(), rows, strict=True))
+        scaled = [row.scaling.of(at) if row.scaling else (oracle.frequencies, 1.0) for at, row in places]
+        angle = np.stack([(at + row.offset) * own for (at, row), (own, _) in zip(places, scaled, strict=True)])
         length = np.array([longer for _, longer in scaled])[:, None]
         cos, sin = ((length * part).astype(np.float32) for part in (np.cos(angle), np.sin(angle)))
-        seen = [np.r_[0 : row.hidden[0], row.hidden[1] : at] for row in rows]
-        ends = np.cumsum([0, *(len(keys) + 1 for keys in seen)]).astype(np.int32)
+        own = where if keep else len(oracle.tokens) + np.arange(count)
+        seen = [np.r_[0 : row.hidden[0], row.hidden[1] : at, o] for (at, row), o in zip(places, own, strict=True)]
+        keys, ends = np.concatenate(seen), np.cumsum([0, *map(len, seen)]).astype(np.int32)
 
         def rope(plain: Reference, x: Bits, _cos: F32, _sin: F32, _at: I64) -> Any:
             return plain.rope(x, cos, sin, np.arange(count))
 
         def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
-            kept = self._layers[next(layer)]
+            all_k, all_v = kept = next(layer)
             if keep:
-                kept[0][at], kept[1][at] = k[0], v[0]
-            all_k, all_v = (
-                np.concatenate([part for i, keys in enumerate(seen) for part in (cached[keys], own[i : i + 1])])
-                for cached, own in zip(kept, (k, v), strict=True)
-            )
-            return plain.attention(q, all_k, all_v, np.arange(count + 1, dtype=np.int32), ends)
+                all_k[where], all_v[where] = k, v
+            else:
+                all_k, all_v = (np.concatenate(pair) for pair in zip(kept, (k, v), strict=True))
+            return plain.attention(q, all_k[keys], all_v[keys], np.arange(count + 1, dtype=np.int32), ends)
 
-        tokens = np.array([oracle.tokens[at] if row.token is None else row.token for row in rows])
+        tokens = np.array([oracle.tokens[at] if row.token is None else row.token for at, row in places])
         decoder = edited(oracle.decoder, Edit("rope", rope), Edit("attention", attention))
         logits = oracle.head(oracle.decoder, oracle.hidden(decoder, tokens))
-        return oracle.from_logits(logits, targets=np.full(count, oracle.tokens[at + 1] if target is None else target))
+        return oracle.from_logits(logits, targets=targets)
 
     def fitting(self, at: int, rows: Iterator[Row], wanted: np.float32) -> Row | None:
         """The first of the rows that has the wanted value; the likeliest by itself, then ever more at once."""
@@ -123,15 +128,34 @@ def _followed(evidence: Evidence, oracle: Oracle, first: int) -> Iterator[Candid
 def _follow(evidence: Evidence, oracle: Oracle, kept: Kept, first: int, kind: Any) -> tuple[list[Row], Logprobs]:
     """What every row from `first` on was, and the window's values; no row where the first few are not explained."""
     values, rows = evidence.truth[oracle.window].copy(), list[Row]()
-    found, start, last = evidence.found[oracle.window], int(oracle.rows[0]), Row()
-    for at in range(max(first, start), int(oracle.rows[-1]) + 1):
+    found, start, end = evidence.found[oracle.window], int(oracle.rows[0]), int(oracle.rows[-1]) + 1
+    at, last, astray = max(first, start), Row(), 0
+    while at < end:
         row = kept.fitting(at, kind(oracle, at, last, rows), found[at - start])
         if row is None and len(rows) < _ROWS:
             return [], values
-        last = last if row is None else row
-        values[at - start] = kept.values(at, [last], keep=True)[0]
-        rows.append(last)
+        astray = astray + 1 if row is None else 0
+        some = [last if row is None else row]
+        if len(rows) >= _ROWS - 1:  # many rows cost hardly more than one, so they are taken to go on in the same way
+            some += _as_before([*rows, *some], min(end - at, max(1, _KEYS // end)) - 1)
+        said = kept.follow(at, some)
+        right = (said == found[at - start : at - start + len(some)])[1:]
+        count = len(some) if right.all() or astray >= _ASTRAY else 1 + int(right.argmin())
+        values[at - start : at - start + count], last = said[:count], some[count - 1]
+        rows += some[:count]
+        at += count
     return rows, values
+
+
+def _as_before(rows: Sequence[Row], count: int) -> list[Row]:
+    """How rows go on: each as far from the one before as the last one is, hidden keys by one token or not at all."""
+    before, last = rows[-2:]
+    (a, b), (c, d) = before.hidden, last.hidden
+    first, end = (c - a, d - b) if (c - a, d - b) in ((0, 1), (1, 1)) else (0, 0)
+    by = last.offset - before.offset
+    return [
+        replace(last, offset=last.offset + i * by, hidden=(c + i * first, d + i * end)) for i in range(1, count + 1)
+    ]
 
 
 def _positions(oracle: Oracle, at: int, last: Row, before: Sequence[Row]) -> Iterator[Row]:

@@ -108,7 +108,8 @@ def _tenants(evidence: Evidence, oracle: Oracle) -> Iterator[Tenant]:
     older = sorted((version for version in oracle.versions if version < stated), reverse=True)
     for version in dict.fromkeys([*older[:_VERSIONS], *older[-1:]]):
         try:
-            layers = [(k, v) for _, k, v in cached(oracle, oracle.version(version))]
+            done = oracle.once(version)
+            layers = [(k, v) for _, k, v in done.layers or cached(oracle, done.decoder)]
         except VersionUnavailable:
             continue
         yield Tenant("stale_kv", f"{{}} of weight version {version}", partial(_of_layers, layers))

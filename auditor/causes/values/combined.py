@@ -76,9 +76,8 @@ def _of_versions(evidence: Evidence, oracle: Oracle, rows: np.ndarray) -> Mappin
     numbers = {}
     for version in dict.fromkeys((*before[-1:], *before[:1])):
         try:
-            other = oracle.of_version(version)
+            values = oracle.logprobs_of(version)[rows]
         except VersionUnavailable:
             continue
-        values = other.from_logits(other.own_logits[rows], targets=oracle.targets[rows])
         numbers[f"the value of version {version}"] = values.astype(np.float64)
     return numbers

@@ -40,13 +40,13 @@ def _versions(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     first = min(oracle.versions, default=stated)
     for version in dict.fromkeys([*near[:4], *([first] if first != stated else []), *near[4:]]):
         try:
-            decoder = oracle.version(version)
+            values = oracle.logprobs_of(version)
         except VersionUnavailable:
             continue
         which = f"weight version {version}{', the first one,' if version == first else ''}"
         away = f"{abs(stated - version)} {'behind' if version < stated else 'ahead'}"
         name = f"{which} where {stated} is stated, {away}"
-        yield _cause(version, first, stated), name, oracle.logprobs(decoder)
+        yield _cause(version, first, stated), name, values
 
 
 def _cause(version: int, first: int, stated: int) -> str:
