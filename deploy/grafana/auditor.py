@@ -151,8 +151,11 @@ def _recompute(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Samples that wait for the reference",
-                [Query(f"sum(auditor_recompute_queue_samples{{{_CLUSTER}}})", "samples")],
-                "Mismatches go first.",
+                [
+                    Query(f"sum(auditor_recompute_queue_samples{{{_CLUSTER}}})", "for a verdict"),
+                    Query(f"sum(auditor_search_queue_samples{{{_CLUSTER}}})", "for a search for causes"),
+                ],
+                "Mismatches go first; causes are searched for after the verdict, beside it.",
             )
         )
         .with_panel(
@@ -169,6 +172,9 @@ def _recompute(page: dashboard.Dashboard) -> dashboard.Dashboard:
             )
         )
         .with_panel(lines("Seconds a sample", _quantiles("auditor_recompute_seconds"), "By the reference.", unit="s"))
+        .with_panel(
+            lines("Seconds a search", _quantiles("auditor_search_seconds"), "For one mismatch's causes.", unit="s")
+        )
     )
 
 
