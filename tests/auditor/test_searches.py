@@ -48,6 +48,11 @@ def counted_samples(auditor: AuditorProcess) -> dict[str, float]:
     return {series.split('"')[1]: n for series, n in auditor.metrics().items() if series.startswith(name)}
 
 
+def searching_workers(auditor: AuditorProcess) -> list[int]:
+    """Those that are at a search, and give way to everybody."""
+    return [pid for pid in workers_of(auditor) if os.getpriority(os.PRIO_PROCESS, pid) == 19]
+
+
 def entries(auditor: AuditorProcess) -> int:
     return verify(open_database(str(auditor.ledger), writer=False)).entries
 
@@ -85,7 +90,7 @@ def test_no_verdict_waits_for_a_search_and_a_sample_is_counted_when_its_search_i
         run = auditor.wait_for(RUN, lambda r: r["by_reference"] == {"done": 3})
         assert (run["by_side"], run["by_cause"]) == ({"trainer": 2}, {SEARCHING: 1, "undiagnosed": 1})
         assert counted_samples(auditor) == {"undiagnosed": 1}
-        wait_until(lambda: 19 in (os.getpriority(os.PRIO_PROCESS, pid) for pid in workers_of(auditor)))
+        wait_until(lambda: bool(searching_workers(auditor)))
         assert len(workers_of(auditor)) == 2
         go_on(root)
         run = auditor.wait_for(RUN, settled)
@@ -103,6 +108,7 @@ def test_a_search_that_is_lost_is_taken_up_again_and_recorded_once(root: Path, t
         assert auditor.stop() == 0
         assert time.monotonic() - began < 5, "nobody waits for a search"
         auditor.start()
+        wait_until(lambda: bool(searching_workers(auditor)))
         workers = workers_of(auditor)
         auditor.kill()
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
