@@ -11,11 +11,13 @@ import pytest
 from auditor.client import AuditClient
 from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import one_ulp_off
+from tests.auditor.test_recompute_queue import root
 from tests.auditor.test_reference import settled, true_pair, weights_root
+from tests.auditor.test_searches import go_on, searching
 from tests.deploy.browser import browser, needs_chromium
 from tests.deploy.test_page import shoot
 
-__all__ = ["weights_root"]
+__all__ = ["root", "weights_root"]
 pytestmark = [pytest.mark.slow, needs_chromium]
 SIDES = ("rollout", "trainer", "reference")
 
@@ -63,6 +65,18 @@ def test_the_run_names_the_sides_and_causes_and_the_step_leads_to_the_sample(jud
         assert "weight version 1, the first one, where 2 is stated" in evidence
         assert "wrong side: rollout" in page.locator("main").inner_text()
         shoot(page, "sample-cause")
+
+
+def test_a_sample_whose_causes_are_searched_for_says_so_and_shows_them_by_itself(root: Path, tmp_path: Path) -> None:
+    with searching(root, tmp_path / "a") as auditor, browser() as page:
+        page.goto(f"http://{auditor.http}/#/run/run/step/0")
+        assert table(page, "Samples")[0][1:4] == ["mismatch", "trainer", "cause is searched for"]
+        page.goto(f"http://{auditor.http}/#/run/run/sample/0/first")
+        page.get_by_text("Why: being searched for").wait_for()
+        assert "wrong side: trainer" in page.locator("main").inner_text()
+        go_on(root)
+        assert table(page, "Suspected causes, the likeliest first")[0][0] == "reduction_order"
+        assert page.get_by_text("Why: being searched for").count() == 0
 
 
 @pytest.mark.parametrize("name", ["stale", "both", "sound"])
