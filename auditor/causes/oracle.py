@@ -6,7 +6,6 @@ recomputed, for a long sample would cost more than it tells.
 
 import copy
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from auditor.causes.edits import Edit, edited
+from auditor.causes.purse import Purse
 from auditor.compare import Logprobs
 from auditor.errors import RecomputeError
 from rl_kernel.contracts import model_contract
@@ -31,10 +31,6 @@ I64 = npt.NDArray[np.int64]
 Kv = tuple[Bits, Bits, Bits]
 
 _KEPT: Final = 1 << 26  # values of queries, keys and values that are kept of one forward
-
-
-class OutOfBudget(Exception):
-    """The forwards or the seconds that one diagnosis may cost are spent."""
 
 
 class VersionUnavailable(Exception):
@@ -82,6 +78,8 @@ class Oracle:
         self.said: list[tuple[str, str, Logprobs]] = []
         # What rounding alone makes of the sample, once somebody has measured it.
         self.noise: float | None = None
+        # Whether values are further off than where nothing of the prompt is seen, once somebody has looked.
+        self.beyond_the_prompt = False
         # What the model's weights do to the values of some rows, once somebody has computed it.
         self.responses: dict[bytes, object] = {}
         # Of the oracle's own weights (None) and of other versions: what many a hypothesis begins with, computed once.
@@ -89,8 +87,7 @@ class Oracle:
         self._version: int | None = None
         self._values: dict[tuple[int, float], Logprobs] = {}
         self._load = load
-        self._budget = budget
-        self._deadline = time.monotonic() + seconds
+        self.purse = Purse(budget, seconds)
         # A causal model never sees what comes after the window.
         self.tokens = tokens[: prompt_len + window[1]]
         self.rows = np.arange(prompt_len + window[0] - 1, prompt_len + window[1] - 1)
@@ -202,8 +199,7 @@ class Oracle:
 
     def spend(self, forwards: float) -> None:
         """Something else costs so many forwards; OutOfBudget where nothing more may be computed."""
-        self.check_budget()
-        self._budget -= forwards
+        self.purse.spend(forwards)
 
     def with_logits(self, logits: F32) -> "Oracle":
         """The same sample with other logits in the window, fp32 [W,V], for what is read off those."""
@@ -220,8 +216,7 @@ class Oracle:
 
     def check_budget(self) -> None:
         """OutOfBudget where nothing more may be computed."""
-        if self._budget <= 0 or time.monotonic() > self._deadline:
-            raise OutOfBudget
+        self.purse.check()
 
     @cached_property
     def frequencies(self) -> F64:

@@ -13,6 +13,7 @@ import numpy as np
 from auditor.causes.edits import Edit, Place, edited, places
 from auditor.causes.evidence import CERTAIN, Evidence, Suggestion, bits_hit, explained, worth_saying
 from auditor.causes.oracle import F64, I64, Oracle
+from auditor.causes.purse import OutOfBudget
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 
@@ -56,18 +57,22 @@ def nearest(evidence: Evidence, oracle: Oracle, candidates: Iterable[Candidate])
     """Whichever candidate explains most, if any explains enough; none is computed behind one that is certain.
 
     candidates: cause, what has those values, and the values float32 of the oracle's window; the cheap and the common
-    first. All are kept for `Oracle.said`.
+    first. All are kept for `Oracle.said`. Where the budget ends, whichever was the best until then.
     """
     window = oracle.window
     found, truth, active = evidence.found[window], evidence.truth[window], evidence.active[window]
     best: Suggestion | None = None
-    for cause, name, predicted in candidates:
-        oracle.said.append((cause, name, predicted))
-        score = explained(found, truth, predicted, active)
-        if worth_saying(score) and (best is None or score > best.score):
-            best = Suggestion(cause, score, f"the values are those of {name}; {bits_hit(found, predicted, active)}")
-            if score >= CERTAIN:
-                break
+    try:
+        for cause, name, predicted in candidates:
+            oracle.said.append((cause, name, predicted))
+            score = explained(found, truth, predicted, active)
+            if worth_saying(score) and (best is None or score > best.score):
+                best = Suggestion(cause, score, f"the values are those of {name}; {bits_hit(found, predicted, active)}")
+                if score >= CERTAIN:
+                    break
+    except OutOfBudget:
+        if best is None:
+            raise
     return best
 
 
@@ -75,9 +80,14 @@ def nearest_model(evidence: Evidence, oracle: Oracle, models: Iterable[Model]) -
     """Whichever model explains most of the difference, if any explains enough, everywhere or in some places only."""
     trial = _Trial(evidence, oracle)
     best = nearest(evidence, oracle, trial.promising(models))
-    if best is None or best.score < CERTAIN:
-        confined = nearest(evidence, oracle, trial.confined())
-        if confined is not None and (best is None or confined.score > best.score):
+    if best is None:
+        return nearest(evidence, oracle, trial.confined())
+    if best.score < CERTAIN:
+        try:
+            confined = nearest(evidence, oracle, trial.confined())
+        except OutOfBudget:
+            return best
+        if confined is not None and confined.score > best.score:
             return confined
     return best
 

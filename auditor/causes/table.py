@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -32,11 +34,13 @@ from auditor.causes.distribution.softmax import tokens_forbidden, touched_tokens
 from auditor.causes.distribution.softmax_steps import rounded_steps
 from auditor.causes.distribution.temperature import temperature
 from auditor.causes.distribution.truncation import truncation
-from auditor.causes.evidence import SETTLED, STRONG, Evidence, Suggestion
-from auditor.causes.oracle import Oracle, OutOfBudget
+from auditor.causes.evidence import HINT, SETTLED, STRONG, Evidence, Suggestion
+from auditor.causes.oracle import Oracle
 from auditor.causes.patterns import BEYOND_BY_BOTH, begins_somewhere, boundary, flat_last_bits, other_weights, trend
 from auditor.causes.pieces import Piece, largest_piece, together
+from auditor.causes.purse import OutOfBudget
 from auditor.causes.steps import sampler_defaults, two_steps
+from auditor.causes.turns import in_turns
 from auditor.causes.values.combined import combined_values
 from auditor.causes.values.filler import filler
 from auditor.causes.values.lookup import other_token, value_order
@@ -54,6 +58,7 @@ Compute = Callable[[Evidence, Oracle], Iterator[Suggestion]]
 Pattern = Callable[[Evidence, float | None], Iterator[Suggestion]]
 
 _PIECES: Final = 4
+_MAY_BE_BEATEN: Final = 0.5
 _ALL_BUT_NOISE: Final = 0.99 * STRONG  # a prediction that leaves a hundredth: in other roundings it would be exact
 _FAR_BELOW: Final = 0.01  # times rounding: what no other value inside of the model makes
 
@@ -74,7 +79,8 @@ READ: Final[tuple[Read, ...]] = (
 )
 # What it looks like where nothing was found.
 LOOKS_LIKE: Final[tuple[Pattern, ...]] = (boundary, flat_last_bits, other_weights, trend, begins_somewhere)
-# Computed by the reference; what is common and cheap first, for time may run out on a large model.
+# Computed by the reference; what is common and cheap first, for time may run out on a large model. What costs forwards
+# takes turns.
 OF_ROWS: Final[tuple[Compute, ...]] = (
     temperature,
     stale_weights,
@@ -95,17 +101,16 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     split_sums,
     stale_kv,
     row_by_row,
-    attention_mask,
+    rope,
     cut_in_front,
+    attention_mask,
     more_in_front,
     part_of_the_prompt,
     more_in_between,
+    other_model,
     chunk_of_the_prompt,
     other_prompt,
-    other_model,
     other_constants,
-    rope,
-    sampler_defaults,
     mixed_weights,
     other_tenants,
     masked_in_part,
@@ -114,6 +119,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     products_in_fewer_bits,
     stored_in_fewer_bits,
     low_precision,
+    sampler_defaults,
     low_precision_output,
     lost_blocks,
     one_factor,
@@ -121,9 +127,11 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     padded_positions,
     one_more_token,
 )
+# What users report most of all these; their turns are twice as long.
+USUAL: Final = (split_sums, stale_kv, row_by_row, rope)
 COMPUTED: Final[tuple[Compute, ...]] = (*OF_ROWS, *OF_MODELS)
 # Where values are wrong by themselves; whole models may have said them one by one, as a draft's does.
-BY_THEMSELVES: Final[tuple[Compute, ...]] = (*OF_ROWS, other_model, other_constants, sampler_defaults, two_steps)
+BY_THEMSELVES: Final[tuple[Compute, ...]] = (other_model, other_constants, sampler_defaults, two_steps)
 
 
 def diagnose(evidence: Evidence, oracle: Oracle | None) -> tuple[Suggestion, ...]:
@@ -134,16 +142,29 @@ def diagnose(evidence: Evidence, oracle: Oracle | None) -> tuple[Suggestion, ...
     """
     if not evidence.differs.any():
         return ()
-    found = [suggestion for read in READ for suggestion in read(evidence)]
+    found, untried = [suggestion for read in READ for suggestion in read(evidence)], list[str]()
     if oracle is not None and not _settled(found):
-        computed = _computed(evidence, oracle)
-        found += computed
+        computed, untried = _computed(evidence, oracle)
+        found += [_unsure(suggestion) for suggestion in computed] if untried else computed
         if not _explained(computed):
             found += _in_pieces(evidence, oracle)
     if not _settled(found):
-        noise = None if oracle is None else oracle.noise
-        found += [suggestion for looks_like in LOOKS_LIKE for suggestion in looks_like(evidence, noise)]
+        found += _looks_like(evidence, oracle, untried)
     return ranked(found)
+
+
+def _unsure(said: Suggestion) -> Suggestion:
+    """What takes away a part of the difference may be beaten by what was not tried."""
+    return replace(said, score=said.score * _MAY_BE_BEATEN) if said.score < HINT else said
+
+
+def _looks_like(evidence: Evidence, oracle: Oracle | None, untried: list[str]) -> Iterator[Suggestion]:
+    noise = None if oracle is None else oracle.noise
+    beyond = oracle is not None and oracle.beyond_the_prompt
+    ended = f"; time ended before {len(untried)} searches began: {', '.join(untried)}" if untried else ""
+    for suggestion in chain.from_iterable(looks_like(evidence, noise) for looks_like in LOOKS_LIKE):
+        if not (beyond and suggestion.cause == "other_context"):
+            yield replace(suggestion, evidence=suggestion.evidence + ended.replace("_", " "))
 
 
 def ranked(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
@@ -155,19 +176,31 @@ def ranked(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
     return tuple(sorted(best.values(), key=lambda suggestion: -suggestion.score))
 
 
-def _computed(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
-    found: list[Suggestion] = []
+def _computed(evidence: Evidence, oracle: Oracle) -> tuple[list[Suggestion], list[str]]:
+    """What was found, and the searches that the budget was spent before."""
+    found, left = list[Suggestion](), [*OF_ROWS]
     try:
-        for compute in BY_THEMSELVES if evidence.pointwise else COMPUTED:
-            # Where neither side computes as the reference does, no fault finer than that could be told.
-            if compute is split_sums and not evidence.alone and _within(BEYOND_BY_BOTH, evidence, oracle):
-                break
-            found += compute(evidence, oracle)
-            if _explained(found) or (compute is split_sums and _within(_FAR_BELOW, evidence, oracle)):
-                break
+        while left:
+            found += left.pop(0)(evidence, oracle)
+            if _explained(found):
+                return found, []
+        searches = [
+            (each.__name__, partial(each, evidence, oracle), 2.0 if each in USUAL else 1.0)
+            for each in _of_models(evidence, oracle)
+        ]
     except OutOfBudget:
-        return found
-    return found
+        return found, [each.__name__ for each in (*left, *OF_MODELS)]
+    return found, in_turns(searches, oracle.purse, found, _explained)
+
+
+def _of_models(evidence: Evidence, oracle: Oracle) -> tuple[Compute, ...]:
+    """Those that differences of this kind and size may come from."""
+    if evidence.pointwise:
+        return BY_THEMSELVES
+    # Where neither side computes as the reference does, no fault finer than that could be told.
+    if not evidence.alone and _within(BEYOND_BY_BOTH, evidence, oracle):
+        return ()
+    return OF_MODELS[: OF_MODELS.index(split_sums) + 1] if _within(_FAR_BELOW, evidence, oracle) else OF_MODELS
 
 
 def _in_pieces(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
@@ -180,7 +213,7 @@ def _in_pieces(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
         if not rest.differs.any():
             return [together(pieces)]
         if not largest_piece(rest, oracle):
-            found = [suggestion for read in READ for suggestion in read(rest)] + _computed(rest, oracle)
+            found = [suggestion for read in READ for suggestion in read(rest)] + _computed(rest, oracle)[0]
             if _settled(found):
                 return [max(found, key=lambda suggestion: suggestion.score), together(pieces)]
     return [together(pieces)] if pieces else []

@@ -10,6 +10,8 @@ _REACH = 2  # tokens on each side of an edge
 _PARTS = (2, 4, 8, 16, 3, 6, 12, 5, 7, 9, 10, 14)
 _SHORTEST = 6  # tokens of a slice
 _MOST_EDGES = 0.7
+_ENOUGH = 3  # wrong values that stand at edges by chance hardly ever
+_AT_EDGES = 0.7  # a score
 _SPIKE = 1e-3  # below this a difference is one of rounding
 
 
@@ -37,6 +39,10 @@ def slice_edges(evidence: Evidence) -> Iterator[Suggestion]:
                     f" {inside.size} edges of {slices} slices of {total} tokens, {rest:.3g} elsewhere",
                 )
                 return
+    wrong = np.flatnonzero(evidence.differs)
+    if wrong.size >= _ENOUGH and (parts := sliced_at(evidence, wrong)):
+        said = f"the {wrong.size} values that are wrong stand at the edges of {parts} slices, one each"
+        yield Suggestion("context_parallel", _AT_EDGES, said)
 
 
 def sliced_at(evidence: Evidence, at: np.ndarray) -> int:

@@ -20,6 +20,8 @@ _CUTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _PADS: Final = (1, 2, 4, 8, 16, 32, 64)
 _BLOCKS: Final = 8  # pieces of the prompt that are left out one by one before edges are looked for
 _NEAR: Final = 0.95  # of a strong score
+_FIRST: Final = 12  # wrong rows that say how much a prompt does
+_BEYOND: Final = 2.0  # times that
 _STARTS: Final = 2  # parts from which better ones are looked for, where values are right up to some token
 _SHORTEST: Final = 4
 _SHORT: Final = 64  # tokens of a prompt of which any number may be cut off
@@ -36,11 +38,22 @@ def cut_in_front(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 
 def _without_the_first(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
     last = oracle.prompt_len - 1
-    cuts = [cut for cut in _CUTS if cut < last] + [last] + [cut for cut in range(1, last) if last <= _SHORT]
+    cuts = [last] + [cut for cut in _CUTS if cut < last] + [cut for cut in range(1, last) if last <= _SHORT]
     for cut in dict.fromkeys(cuts):
         values = partial(_cut, oracle, cut)
+        if cut == last:
+            oracle.beyond_the_prompt = _is_beyond(evidence, oracle, values)
         if cut > 0 and promising(evidence, oracle, values):
             yield "truncation", f"a sequence without its first {cut} tokens", values(np.arange(len(oracle.rows)))
+
+
+def _is_beyond(evidence: Evidence, oracle: Oracle, without_it: Callable[[I64], Logprobs]) -> bool:
+    """Whether values are wrong by far more than they are without a prompt: then it is not something in it."""
+    window = oracle.window
+    rows = np.flatnonzero(evidence.differs[window] & np.isfinite(evidence.found[window]))[:_FIRST]
+    truth = evidence.truth[window][rows].astype(np.float64)
+    found, unseen = evidence.found[window][rows], without_it(rows)
+    return bool(rows.size == _FIRST and np.abs(found - truth).mean() > _BEYOND * np.abs(unseen - truth).mean())
 
 
 def _cut(oracle: Oracle, cut: int, rows: I64) -> Logprobs:

@@ -28,6 +28,7 @@ _SIZES: Final = (16, 32, 64, 8)
 _MOST_BLOCKS: Final = 8
 _VERSIONS_TRIED: Final = 3
 _LARGER: Final = 3.0
+_SAID_BEFORE: Final = 2  # values of an older version that are none by chance
 
 
 def stale_kv(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
@@ -216,6 +217,6 @@ def _spans(evidence: Evidence, oracle: Oracle, old: Logprobs, blocks: bool) -> I
     ends = [prompt - 1, prompt, *((prompt - 1) // block * block for block in (16, 64))]
     new = np.flatnonzero(evidence.found[oracle.window].view(np.uint32) != old.view(np.uint32))
     if new.size and new[0] > 0:
-        ends.append(int(oracle.rows[new[0]]))
+        ends.insert(0 if new[0] > _SAID_BEFORE else len(ends), int(oracle.rows[new[0]]))
     yield from ((0, end) for end in dict.fromkeys(ends) if 0 < end < len(oracle.tokens))
     yield from ((first, last) for first, last in _blocks(evidence, oracle) if blocks and first > 0)

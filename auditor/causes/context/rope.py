@@ -37,6 +37,7 @@ _FEW: Final = 4
 _TRIAL: Final = 12
 _PROMISING: Final = 0.7
 _RANKS: Final = (2, 4, 8, 3)
+_USUAL: Final = 8  # scalings
 _ORIGINAL: Final = tuple(2**power for power in range(5, 18))
 _SKIPS: Final = (1, -1, 2, -2, 3, 4, 5, 8, 16)
 _STILL: Final = (3, 6, 12, 32, 128)  # tokens at one position
@@ -197,7 +198,7 @@ def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
         Model.of(oracle.decoder, "context_parallel", name, turned(oracle, positions[: len(where)]))
         for name, positions in _of_ranks(len(evidence.rollout.tokens))
     ]
-    yield from (*scalings[:3], *moves, *ranks, *scalings[3:])
+    yield from (*scalings[:2], moves[0], *scalings[2:_USUAL], *moves[1:], *ranks, *scalings[_USUAL:])
     for name, frequencies, length in list(constant(oracle))[: len(FACTORS) + len(THETAS)]:
         for layers in some_layers(oracle.decoder.config.layers):
             there = turned(oracle, where, frequencies, length).at(

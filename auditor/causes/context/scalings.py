@@ -12,6 +12,7 @@ Angles = tuple[F64, float]  # frequencies [head_dim / 2], and a factor of cosine
 
 THETAS: Final = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
 FACTORS: Final = (2.0, 4.0, 8.0, 3.0, 1.5, 6.0, 16.0, 32.0, 0.5, 2.5, 5.0, 10.0)
+_USUAL: Final = 4  # of the factors, the rest of which are rarer than another base
 _GROWN: Final = (2.0, 4.0, 8.0, 16.0, 32.0, 40.0)
 _LENGTHS: Final = tuple(2.0**power for power in range(4, 16))
 _BETAS: Final = ((32.0, 1.0), (16.0, 2.0), (16.0, 1.0), (32.0, 2.0), (64.0, 1.0), (8.0, 1.0))
@@ -29,11 +30,13 @@ class Scaling:
 def constant(oracle: Oracle) -> Iterator[tuple[str, F64, float]]:
     """Name, frequencies and factor of the scalings that hold for all rows alike; the common ones first."""
     own, stated = oracle.frequencies, oracle.decoder.config.rope_theta
-    for factor in FACTORS:
+    for factor in FACTORS[:_USUAL]:
         yield f"linear RoPE scaling by {factor:g}", own / factor, 1.0
     for theta in THETAS:
         if theta != stated:
             yield f"RoPE base {theta:g} (config: {stated:g})", base(own, stated, theta), 1.0
+    for factor in FACTORS[_USUAL:]:
+        yield f"linear RoPE scaling by {factor:g}", own / factor, 1.0
     for factor in _GROWN:
         yield f"NTK scaling by {factor:g}", base(own, stated, stated * factor ** (len(own) / (len(own) - 1))), 1.0
 

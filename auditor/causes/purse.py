@@ -1,0 +1,50 @@
+"""What one diagnosis may cost, in forwards and in seconds, and how much of it one search may spend at a time."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+_A_TURN: Final = 0.05  # of all that may be spent
+
+
+class OutOfBudget(Exception):
+    """The forwards or the seconds that one diagnosis may cost are spent."""
+
+
+class Purse:
+    """Shared by all that computes for one diagnosis. forwards, seconds: that may be spent."""
+
+    def __init__(self, forwards: float, seconds: float) -> None:
+        self._left, self._turn = forwards, (forwards * _A_TURN, seconds * _A_TURN)
+        self._deadline = time.monotonic() + seconds
+        self._until = (-math.inf, math.inf)  # forwards that are left, and the time, at which the turn is over
+        self._pause: Callable[[], None] | None = None
+
+    def spend(self, forwards: float) -> None:
+        """Something costs so many forwards; OutOfBudget where nothing more may be computed."""
+        if self._pause is not None:
+            self._pause()
+        self.check()
+        self._left -= forwards
+
+    def check(self) -> None:
+        """OutOfBudget where nothing more may be computed."""
+        if self._left <= 0 or time.monotonic() > self._deadline:
+            raise OutOfBudget
+
+    @contextmanager
+    def turn(self, pause: Callable[[], None], long: float) -> Iterator[None]:
+        """For a turn, so many times as long as the shortest; pause: is called before anything is spent."""
+        self._until = self._left - long * self._turn[0], time.monotonic() + long * self._turn[1]
+        self._pause = pause
+        try:
+            yield
+        finally:
+            self._pause = None
+
+    @property
+    def turn_is_over(self) -> bool:
+        """Whether a search has had its part for now."""
+        return self._left <= self._until[0] or time.monotonic() > self._until[1]

@@ -1,0 +1,118 @@
+"""Searches take turns: what is common in each comes before what is rare in any, and nothing that was found is lost."""
+
+import math
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from auditor.causes.evidence import Evidence, Suggestion
+from auditor.causes.purse import OutOfBudget, Purse
+from auditor.causes.search import Candidate, nearest
+from auditor.causes.table import _unsure, diagnose
+from auditor.causes.turns import Search, in_turns
+from auditor.faults.world import World
+from tests.auditor.diagnosis import evidence_of, oracle_of
+
+FORWARDS = 100.0  # of which a turn has five
+
+
+def spending(purse: Purse, name: str, order: list[str], times: int, last: Suggestion | None = None) -> Search:
+    def search() -> Iterator[Suggestion]:
+        for at in range(times):
+            purse.spend(1.0)
+            order.append(f"{name}{at}")
+        if last is not None:
+            yield last
+
+    return search
+
+
+def never(found: list[Suggestion]) -> bool:
+    return False
+
+
+def test_no_search_has_a_second_turn_before_all_have_had_one_and_a_long_turn_is_twice_as_long() -> None:
+    purse, order = Purse(FORWARDS, math.inf), list[str]()
+    searches = [("a", spending(purse, "a", order, 12), 1.0), ("b", spending(purse, "b", order, 12), 2.0)]
+    assert in_turns(searches, purse, [], never) == []
+    assert order[:15] == [f"a{i}" for i in range(5)] + [f"b{i}" for i in range(10)]
+    assert order[15:] == [f"a{i}" for i in range(5, 10)] + ["b10", "b11", "a10", "a11"]
+
+
+def test_a_search_that_ends_in_its_first_turn_is_done_before_the_next_begins() -> None:
+    purse, order, found = Purse(FORWARDS, math.inf), list[str](), list[Suggestion]()
+    said = Suggestion("a", 1.0, "")
+    searches = [("a", spending(purse, "a", order, 3, said), 1.0), ("b", spending(purse, "b", order, 3), 1.0)]
+    in_turns(searches, purse, found, bool)
+    assert (order, found) == (["a0", "a1", "a2"], [said])
+
+
+def test_where_the_budget_ends_those_that_never_began_are_named_and_no_thread_is_left() -> None:
+    purse, order = Purse(FORWARDS, math.inf), list[str]()
+    searches = [(name, spending(purse, name, order, 1000), 7.0) for name in "abcd"]
+    before = threading.active_count()
+    assert in_turns(searches, purse, [], never) == ["d"]
+    assert len(order) == FORWARDS
+    for _ in range(100):  # a thread that was told to end may still be on its last line
+        if threading.active_count() == before:
+            break
+        threading.Event().wait(0.01)
+    assert threading.active_count() == before
+
+
+def test_an_error_inside_of_a_search_is_raised_where_the_searches_were_started() -> None:
+    purse = Purse(FORWARDS, math.inf)
+
+    def broken() -> Iterator[Suggestion]:
+        purse.spend(1.0)
+        raise ValueError("broken")
+        yield
+
+    with pytest.raises(ValueError, match="broken"):
+        in_turns([("a", spending(purse, "a", [], 20), 1.0), ("broken", broken, 1.0)], purse, [], never)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(None, seed=5)
+
+
+def in_part(world: World) -> Evidence:
+    """Values of which a prediction takes away a part."""
+    (sample,) = world.draw(1, 24, 40)
+    right = world.logprobs(world.decoder(sample.version), sample)
+    return evidence_of(world, sample, right + np.linspace(0.5, 1.0, 40, dtype=np.float32))
+
+
+def test_what_was_nearest_until_the_budget_ended_is_said(world: World) -> None:
+    evidence = in_part(world)
+    (sample,) = world.draw(1, 24, 40)
+    oracle = oracle_of(world, sample)
+
+    def candidates() -> Iterator[Candidate]:
+        yield "near", "what is near", evidence.truth + np.float32(0.7)
+        raise OutOfBudget
+
+    best = nearest(evidence, oracle, candidates())
+    assert best is not None
+    assert best.cause == "near"
+
+
+def test_what_takes_away_a_part_comes_behind_what_it_looks_like_where_time_ended() -> None:
+    weak, strong = Suggestion("a", 0.58, ""), Suggestion("b", 0.85, "")
+    assert _unsure(weak).score < 0.35
+    assert _unsure(strong) == strong
+
+
+def test_where_time_ends_the_fall_back_says_what_was_not_tried(world: World) -> None:
+    (sample,) = world.draw(1, 24, 40)
+    random = np.random.default_rng(3)
+    weights = {n: np.roll(w, 7, axis=0) if "down_proj" in n else w for n, w in world.decoder(4).weights.items()}
+    wrong = world.logprobs(world.with_weights(weights), sample)
+    oracle = oracle_of(world, sample)
+    oracle.purse = Purse(40.0, math.inf)
+    suggestions = diagnose(evidence_of(world, sample, wrong + random.normal(0, 0.01, 40).astype(np.float32)), oracle)
+    assert any("searches began" in suggestion.evidence for suggestion in suggestions)
+    assert any("one more token" in suggestion.evidence for suggestion in suggestions)
