@@ -195,6 +195,9 @@ def _computed(evidence: Evidence, oracle: Oracle) -> tuple[list[Suggestion], lis
 
 def _of_models(evidence: Evidence, oracle: Oracle) -> tuple[Compute, ...]:
     """Those that differences of this kind and size may come from."""
+    told = evidence.found[evidence.differs]
+    if not (np.isfinite(told) & (told != 0.0)).any():
+        return ()  # nobody computed them
     if evidence.pointwise:
         return BY_THEMSELVES
     # Where neither side computes as the reference does, no fault finer than that could be told.
