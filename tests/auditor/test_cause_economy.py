@@ -119,7 +119,7 @@ def test_right_values_behind_one_that_is_far_off_say_that_each_is_wrong_by_itsel
 
 def test_wrong_values_at_all_edges_of_slices_are_told_by_where_they_stand(world: World, sample: Drawn) -> None:
     right = world.logprobs(world.decoder(sample.version), sample)
-    for at, slices in (([1, 25, 49], 4), ([1, 25, 40], 0), ([1, 25], 0)):
+    for at, slices in (([1, 25, 49], 4), ([1, 25, 40], 0), ([9, 41], 0)):
         wrong = right.copy()
         wrong[at] += np.float32(3e-4)
         said = [s.evidence for s in slice_edges(evidence_of(world, sample, wrong))]
