@@ -30,10 +30,11 @@ def largest_piece(evidence: Evidence, oracle: Oracle) -> Piece | None:
     # Differences in the last bit have few values, which something else may have by chance.
     wrong = (evidence.differs & (np.abs(evidence.delta) > LAST_BITS))[window]
     found = evidence.found[window].view(np.uint32)
+    computed = evidence.found[window] != 0.0  # what nobody computed is 0, too
     best: Piece | None = None
     for cause, name, predicted in oracle.said:
         rows = wrong & (found == predicted.view(np.uint32))
-        if rows.sum() >= _LEAST and (best is None or rows.sum() > best.rows.sum()):
+        if (rows & computed).sum() >= _LEAST and (best is None or rows.sum() > best.rows.sum()):
             everywhere = np.zeros(len(evidence.found), np.bool_)
             everywhere[window] = rows
             best = Piece(cause, name, everywhere, bool(rows.sum() == wrong.sum()))

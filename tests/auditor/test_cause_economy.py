@@ -14,6 +14,7 @@ from auditor.causes.context.stepwise import row_by_row
 from auditor.causes.edits import edited
 from auditor.causes.evidence import CERTAIN
 from auditor.causes.oracle import Oracle
+from auditor.causes.pieces import largest_piece
 from auditor.causes.purse import Purse
 from auditor.causes.table import _of_models, diagnose
 from auditor.causes.weights.versions import stale_weights
@@ -104,6 +105,19 @@ def test_where_nobody_computed_what_is_wrong_no_model_is_searched(world: World, 
     wrong[40] -= np.float32(0.5)
     assert _of_models(evidence_of(world, sample, wrong), oracle)
     assert diagnose(evidence_of(world, sample, np.where(wrong == 0.0, wrong, right)), oracle)[0].cause == "filler"
+
+
+def test_zeros_are_no_piece_of_what_would_be_as_sure(world: World, sample: Drawn) -> None:
+    right = world.logprobs(world.decoder(sample.version), sample)
+    wrong = right.copy()
+    wrong[3:9] = 0.0
+    oracle, _ = counting(world, sample)
+    oracle.said.append(("logit_processor", "a penalty", wrong))
+    assert largest_piece(evidence_of(world, sample, wrong), oracle) is None
+    wrong[3:9] = -0.25
+    piece = largest_piece(evidence_of(world, sample, wrong), oracle)
+    assert piece is not None
+    assert piece.rows.sum() == 6
 
 
 def test_right_values_behind_one_that_is_far_off_say_that_each_is_wrong_by_itself(world: World, sample: Drawn) -> None:
