@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from auditor.records import Record
 from auditor.replay.watch import OPS, Call, Mixed, Tensors, Watched, first_difference, run
 from rl_kernel.compare import compare_bits
 from rl_kernel.reference.model import Decoder
+
+OUTSIDE: Final = "so the fault lies outside these ops: in weights, tokens, positions, cache or the engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class Match:
 def match(question: Question, record: Record, make_ops: Callable[[], object]) -> Match:
     """Run a side's ops once, to see whether they are the ones to look at."""
     found, _ = question.run(make_ops())
-    return Match(compare_bits(found, record.logprobs).differing, _distance(found, record.logprobs))
+    return Match(compare_bits(found, record.logprobs).differing, distance_between(found, record.logprobs))
 
 
 def replay(question: Question, record: Record, make_ops: Callable[[], object]) -> Replayed:
@@ -82,8 +85,8 @@ def replay(question: Question, record: Record, make_ops: Callable[[], object]) -
     swaps = {op: _left(question, make_ops, truth, [op]) for op in OPS} if at is not None else {}
     return Replayed(
         unlike=compare_bits(found, record.logprobs).differing,
-        distance=_distance(found, record.logprobs),
-        reference_distance=_distance(truth, record.logprobs),
+        distance=distance_between(found, record.logprobs),
+        reference_distance=distance_between(truth, record.logprobs),
         differing=compare_bits(found, truth).differing,
         call=None if at is None else wrong.calls[at],
         tensors=tensors,
@@ -105,7 +108,7 @@ def lines(side: str, name: str, replayed: Replayed) -> Iterator[str]:
     if replayed.call is None:
         yield f"{side}: no op differs on equal inputs"
         if not replayed.reproduced:
-            yield f"{side}: so the fault lies outside these ops: in weights, tokens, positions, cache or the engine"
+            yield f"{side}: {OUTSIDE}"
         return
     if not replayed.reproduced:
         yield f"{side}: these ops are the nearest of ours, not the side's own; what follows is said of them"
@@ -124,7 +127,8 @@ def lines(side: str, name: str, replayed: Replayed) -> Iterator[str]:
         yield f"{side}: with the reference's {', '.join(replayed.together)} together: the difference is gone"
 
 
-def _distance(found: Logprobs, reported: Logprobs) -> float:
+def distance_between(found: Logprobs, reported: Logprobs) -> float:
+    """Their mean |Δ| over the values that are finite on both sides; 0 where none is."""
     finite = np.isfinite(found) & np.isfinite(reported)
     return float(np.abs(found[finite].astype(np.float64) - reported[finite]).mean()) if finite.any() else 0.0
 

@@ -20,7 +20,7 @@ from rl_kernel.contracts import model_contract
 from rl_kernel.reference.model import Decoder
 from tests.auditor.processes import REPOSITORY
 from tests.auditor.samples import CONTRACT, CONTRACTS, one_ulp_off
-from tests.auditor.test_reference import true_pair, weights_root
+from tests.auditor.test_reference import true_pair, under, weights_root
 
 __all__ = ["weights_root"]
 
@@ -150,6 +150,21 @@ def test_the_nearest_ops_are_taken_where_none_reproduces_and_are_said_not_to_be_
     assert code == 1
     assert "rollout: the ops native do NOT give 32 reported values, from which they are 0.0001 away in the mean" in said
     assert "rollout: these ops are the nearest of ours, not the side's own" in said
+
+
+def test_no_op_is_named_where_other_weights_leave_all_of_them_equally_far_away(
+    weights_root: Path, tmp_path: Path
+) -> None:
+    """Which of them is nearest by a hair is chance. Under a GPU's contract no strict ops run here that would say so."""
+    rollout, trainer = true_pair(weights_root, "a")
+    stale = true_pair(weights_root, "a", version=2)[0].logprobs
+    of_gpu = replace(under("sm90", weights_root, rollout), logprobs=stale)
+    code, said = command(weights_root, tmp_path, of_gpu, replace(trainer, logprobs=stale))
+    assert code == 1
+    assert "first to differ" not in said, said
+    assert "rollout: no ops of ours come nearer to the reported values than the reference" in said
+    assert "trainer: the ops strict do NOT give 32 reported values" in said
+    assert all(f"{side}: so the fault lies outside these ops: in weights" in said for side in ("rollout", "trainer"))
 
 
 def test_a_contract_that_no_cpu_op_serves_is_one_line(weights_root: Path) -> None:
