@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from auditor.compare import Logprobs
+from auditor.faults.growing import growing
 from auditor.records import Environment, Layout, Positions, RolloutRecord, Sampling, TrainerRecord
 from rl_kernel.contracts import model_contract
 from rl_kernel.reference.config import DecoderConfig
@@ -81,11 +82,14 @@ class World:
         rows = [self.random.integers(0, vocab, prompt) for _ in range(count)]
         versions = self.random.integers(4, VERSIONS + 1, count)
         heats = self.random.choice([0.6, 0.7, 0.85, 1.2], count)
-        for _ in range(response):
+        decoders: dict[int, Decoder] = {}
+        for step in range(response):
             for version in range(4, VERSIONS + 1):
                 members = np.flatnonzero(versions == version)
                 if members.size:
-                    self._extend(self.decoder(version), rows, members, heats)
+                    if not step:
+                        decoders[version] = growing(self.decoder(version))
+                    self._extend(decoders[version], rows, members, heats, 1 if step else prompt)
         return [
             Drawn(f"{i}", row, prompt, float(heat), int(version))
             for i, (row, heat, version) in enumerate(zip(rows, heats, versions, strict=True))
@@ -123,9 +127,12 @@ class World:
             TrainerRecord(trainer_id="trainer", token_count=len(tokens), tokens=tokens, **common),
         )
 
-    def _extend(self, decoder: Decoder, rows: list[I64], members: I64, heats: npt.NDArray[np.float64]) -> None:
-        hidden = decoder.hidden([rows[i] for i in members])
-        ends = np.cumsum([len(rows[i]) for i in members]) - 1
+    def _extend(
+        self, decoder: Decoder, rows: list[I64], members: I64, heats: npt.NDArray[np.float64], new: int
+    ) -> None:
+        """new: the last tokens of each row, which the decoder has not seen."""
+        hidden = decoder.hidden([rows[i][-new:] for i in members])
+        ends = new * np.arange(1, len(members) + 1) - 1
         head = decoder.weights["model.embed_tokens.weight" if decoder.config.tied else "lm_head.weight"]
         logits = decoder.reference.gemm_fp32(hidden[ends], head)[:, : decoder.config.vocab]
         for i, row in zip(members, logits, strict=True):

@@ -19,8 +19,19 @@ from auditor.causes.purse import Purse
 from auditor.causes.table import _of_models, diagnose
 from auditor.causes.weights.versions import stale_weights
 from auditor.compare import Logprobs
+from auditor.faults.growing import growing
 from auditor.faults.world import VERSIONS, Drawn, World, moved
 from tests.auditor.diagnosis import evidence_of, oracle_of
+
+
+def test_sequences_that_grow_token_by_token_have_the_bits_of_whole_ones(world: World, sample: Drawn) -> None:
+    decoder, other = world.decoder(sample.version), np.roll(sample.tokens, 5)
+    grown = growing(decoder)
+    grown.hidden([sample.tokens[:24], other[:24]])
+    for end in range(25, 50):
+        rows = grown.hidden([sample.tokens[end - 1 : end], other[end - 1 : end]])
+        whole = [decoder.hidden([tokens[:end]])[-1] for tokens in (sample.tokens, other)]
+        assert rows.tobytes() == np.stack(whole).tobytes()
 
 
 class Counting(Purse):
