@@ -179,6 +179,9 @@ class Auditor:
 
     def _give_searches_up(self) -> None:
         """Where nothing is searched, nobody is to wait for it, and no evidence to be kept for it."""
+        waiting = sum(1 for _ in self._reader.queued())
+        kept = f"; {waiting} samples in the ledger wait until there is one" if waiting else ""
+        log.warning("no weights_root: nothing is recomputed, so no mismatch gets a side%s", kept)
         left = list(self._reader.searching())
 
         def work(unit: Unit) -> None:

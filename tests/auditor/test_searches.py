@@ -1,6 +1,7 @@
 """The verdict first, the causes afterwards: no verdict waits for a search, and no search is lost or counted twice."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,6 +131,21 @@ def test_where_nothing_is_searched_any_more_nobody_waits_for_it(root: Path, tmp_
             assert counted_samples(other) == {"undiagnosed": 1}
             assert other.stop() == 0
     assert entries(auditor) == 5
+
+
+def test_an_auditor_that_recomputes_nothing_says_so_and_how_many_samples_wait_for_one_that_does(
+    root: Path, tmp_path: Path
+) -> None:
+    with running_auditor(tmp_path / "a", "--weights-root", str(root)) as auditor:
+        os.kill(workers_of(auditor)[0], signal.SIGSTOP)
+        differ(auditor, root, "first")
+        assert auditor.get(RUN)["queued"] == 1
+        auditor.kill()
+        assert "no weights_root" not in auditor.log
+    for name, ledger, said in (("b", auditor.ledger, "a side; 1 samples in the ledger wait"), ("c", None, "a side\n")):
+        with running_auditor(tmp_path / name, *(("--ledger", str(ledger)) if ledger else ())) as other:
+            assert other.stop() == 0
+            assert f"no weights_root: nothing is recomputed, so no mismatch gets {said}" in other.log
 
 
 def test_a_search_that_does_not_end_is_ended_and_the_next_sample_is_searched(root: Path, tmp_path: Path) -> None:
