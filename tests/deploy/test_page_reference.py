@@ -13,7 +13,7 @@ from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import one_ulp_off
 from tests.auditor.test_recompute_queue import root
 from tests.auditor.test_reference import settled, true_pair, weights_root
-from tests.auditor.test_searches import go_on, searching
+from tests.auditor.test_searches import differ, go_on, searching
 from tests.deploy.browser import browser, needs_chromium
 from tests.deploy.test_page import shoot
 
@@ -74,6 +74,11 @@ def test_a_sample_whose_causes_are_searched_for_says_so_and_shows_them_by_itself
         page.goto(f"http://{auditor.http}/#/run/run/sample/0/first")
         page.get_by_text("Why: being searched for").wait_for()
         assert "wrong side: trainer" in page.locator("main").inner_text()
+        differ(auditor, root, "second")
+        auditor.wait_for("/api/v1/runs/run", lambda run: run["by_cause"].get("undiagnosed") == 1)
+        page.goto(f"http://{auditor.http}/#/run/run/sample/0/second")
+        page.get_by_text("Why: not searched for").wait_for()
+        page.goto(f"http://{auditor.http}/#/run/run/sample/0/first")
         go_on(root)
         assert table(page, "Suspected causes, the likeliest first")[0][0] == "reduction_order"
         assert page.get_by_text("Why: being searched for").count() == 0

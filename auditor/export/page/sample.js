@@ -48,6 +48,10 @@ function capsule(id, step, name, sample) {
 
 function causes({ cause, causes: found }) {
   if (cause === "searching") return h("p", {}, "Why: being searched for, or soon. The verdict does not wait for it.");
+  if (cause === "undiagnosed") {
+    return h("p", {}, "Why: not searched for, as samples of this step or run were that came before it, or in vain. As a capsule: ",
+      h("code", {}, "python -m auditor.replay --causes SECONDS"));
+  }
   if (!found.length) return null;
   return table("Suspected causes, the likeliest first", [
     ["cause", (row) => row.cause], ["score", (row) => difference(row.score), true],
