@@ -30,8 +30,11 @@ def conclude(
     if running:
         report.say(look_at(running, folder.run_id))
     elif ledger.exists():
-        # Our own auditor has ended with the run; its page, API and metrics are one command away.
-        command = f"{_python()} -m auditor.main --ledger {shown(ledger)} --http {_LOOK_AGAIN}"
+        # Our own auditor has ended with the run; its page, API and metrics are one command away. Without weights
+        # it would give up the searches for causes that the run's end has cut off.
+        weights = folder.path / "weights"
+        root = f" --weights-root {shown(weights)}" if weights.is_dir() else ""
+        command = f"{_python()} -m auditor.main --ledger {shown(ledger)}{root} --http {_LOOK_AGAIN}"
         report.say(f"look again: {command}, then http://{_LOOK_AGAIN}")
     if alert:
         report.say(alert)

@@ -132,6 +132,18 @@ def test_a_run_whose_auditor_goes_on_says_where_to_look(tmp_path):
     assert "look again" not in said
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_whose_auditor_has_ended_is_looked_at_again_with_its_weights_where_it_has_them(tmp_path, kept):
+    """An auditor without weights gives up the searches for causes that the end of the run has cut off."""
+    folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
+    (folder.path / "ledger.sqlite").touch()
+    if kept:
+        (folder.path / "weights").mkdir(exist_ok=True)
+    said = _said(lambda report: conclude(_summary(), folder, report, None))
+    root = f" --weights-root {folder.path / 'weights'}" if kept else ""
+    assert f"-m auditor.main --ledger {folder.path / 'ledger.sqlite'}{root} --http 127.0.0.1:9464" in said
+
+
 def test_a_run_whose_records_wait_on_disk_says_how_they_get_to_an_auditor_that_goes_on(tmp_path):
     folder = RunFolder.create(build_config({"run": {"directory": str(tmp_path)}}))
     (folder.path / "spool" / "rollout-0").mkdir(parents=True)
