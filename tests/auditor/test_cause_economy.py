@@ -17,6 +17,7 @@ from auditor.causes.oracle import Oracle
 from auditor.causes.pieces import largest_piece
 from auditor.causes.purse import Purse
 from auditor.causes.table import _of_models, diagnose
+from auditor.causes.values.filler import filler
 from auditor.causes.weights.versions import stale_weights
 from auditor.compare import Logprobs
 from auditor.faults.growing import growing
@@ -116,6 +117,15 @@ def test_where_nobody_computed_what_is_wrong_no_model_is_searched(world: World, 
     wrong[40] -= np.float32(0.5)
     assert _of_models(evidence_of(world, sample, wrong), oracle)
     assert diagnose(evidence_of(world, sample, np.where(wrong == 0.0, wrong, right)), oracle)[0].cause == "filler"
+
+
+def test_a_zero_where_a_sure_model_is_within_its_last_bits_of_it_is_no_filler(world: World, sample: Drawn) -> None:
+    evidence = evidence_of(world, sample, world.logprobs(world.decoder(sample.version), sample))
+    truth, found = evidence.truth.copy(), evidence.truth + np.float32(0.01)
+    truth[7], found[7] = np.float32(-4e-6), 0.0
+    assert not list(filler(replace(evidence, truth=truth, found=found)))
+    truth[7] = np.float32(-4e-5)
+    assert list(filler(replace(evidence, truth=truth, found=found)))
 
 
 def test_zeros_are_no_piece_of_what_would_be_as_sure(world: World, sample: Drawn) -> None:

@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from auditor.causes.evidence import SETTLED, Evidence, Suggestion
+from auditor.causes.evidence import LAST_BITS, SETTLED, Evidence, Suggestion
 
 _AGAIN: Final = 3  # times that no value comes by chance
 
@@ -15,7 +15,7 @@ def filler(evidence: Evidence) -> Iterator[Suggestion]:
 
     0 is never certain: a filter that keeps one token gives it exactly 0 too, and is then the better explanation.
     """
-    zero = (evidence.found == 0.0) & evidence.differs & (evidence.truth < -1e-6)
+    zero = (evidence.found == 0.0) & evidence.differs & (evidence.truth < -LAST_BITS)
     put = zero | _others(evidence, zero) if zero.any() else _one_number(evidence)
     if not put.any():
         whole = evidence.differs & np.isfinite(evidence.found)
