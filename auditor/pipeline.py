@@ -41,6 +41,8 @@ from auditor.storage.ledger import Held, Stored, Unit
 from auditor.storage.rows import Totals, change
 
 log = logging.getLogger(__name__)
+# The label of a mismatch that needs no cause: two makers' arithmetics, and each side keeps to its own.
+_ARITHMETIC: Final = "arithmetic"
 _OTHER: Final[Mapping[Side, Side]] = {"rollout": "trainer", "trainer": "rollout"}
 
 
@@ -263,8 +265,10 @@ class Pipeline:
         undecided = judgement.reference is Reference.QUEUED or judgement.cause == SEARCHING
         if undecided or judgement.verdict is not Verdict.MISMATCH:
             return
-        side = Faulty.NONE if judgement.explained_by_arithmetic else judgement.side
-        unit.count("mismatched_samples", run_id=key.run_id, side=side.value, cause=judgement.cause or UNKNOWN)
+        explained = judgement.explained_by_arithmetic
+        side = Faulty.NONE if explained else judgement.side
+        cause = _ARITHMETIC if explained else judgement.cause or UNKNOWN
+        unit.count("mismatched_samples", run_id=key.run_id, side=side.value, cause=cause)
 
     def _refuse(self, unit: Unit, refused: Refused, run_id: str = "") -> Receipt:
         unit.count("records", run_id=run_id, side=refused.side, outcome="refused")

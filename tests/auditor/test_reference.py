@@ -130,6 +130,8 @@ def test_two_sides_of_two_makers_are_explained_where_each_keeps_to_its_own_arith
         assert (left["explained_by_arithmetic"], left["side"]) == (False, "rollout")
         assert run["explained_tokens"] > 0
         assert auditor.metrics()['auditor_mismatched_tokens_total{run_id="run",side="pair"}'] == 0
+        counted = 'auditor_mismatched_samples_total{cause="arithmetic",run_id="run",side="none"}'
+        assert auditor.metrics()[counted] == 1, "no cause is unknown where none is needed"
 
 
 def settled(run: dict[str, Any]) -> bool:
