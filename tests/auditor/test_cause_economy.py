@@ -11,6 +11,7 @@ from auditor.causes.context.kv import stale_kv
 from auditor.causes.context.rope import turned
 from auditor.causes.context.slots import cached
 from auditor.causes.context.stepwise import row_by_row
+from auditor.causes.distribution.masses import _moving
 from auditor.causes.edits import edited
 from auditor.causes.evidence import CERTAIN
 from auditor.causes.oracle import Oracle
@@ -173,3 +174,15 @@ def test_what_is_further_off_than_without_a_prompt_is_nothing_in_the_prompt(worl
         evidence = evidence_of(world, sample, wrong)
         list(cut_in_front(evidence, oracle))
         assert oracle.beyond_the_prompt == beyond
+
+
+def test_a_jump_between_rows_that_tell_nothing_is_no_way_that_a_logit_goes(world: World, sample: Drawn) -> None:
+    oracle, _ = counting(world, sample)
+    mass, rows = np.full((20, 1), 1e-2), np.arange(20)
+    growing_ever = np.linspace(0.1, 2.0, 20)
+    jumping = 0.1 * (-1.0) ** rows
+    jumping[9] = 20.0
+    mass[[8, 10]] = 1e-9  # of which a value of fp32 says nothing
+    for by, found in ((growing_ever, True), (jumping, False)):
+        said = _moving(oracle, rows, mass[:, 0] * np.expm1(by), mass, np.array([2]))
+        assert (said is not None) == found

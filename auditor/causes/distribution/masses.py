@@ -196,7 +196,10 @@ def _moving(oracle: Oracle, rows: I64, added: F64, mass: F64, told: I64) -> Sugg
         if not tokens.size:
             continue
         path, blur = numbers[:, tokens], (unsure / share)[:, tokens]
-        steps = np.maximum(np.abs(np.diff(path, axis=0)) - blur[1:] - blur[:-1], 0.0)
+        # Where a row does not tell, the way goes on from the last one that does.
+        last = np.maximum.accumulate(np.where(np.isfinite(path), np.arange(len(path))[:, None], 0), axis=0)
+        steps, blurs = (np.take_along_axis(each, last, axis=0) for each in (path, blur))
+        steps = np.maximum(np.abs(np.diff(steps, axis=0)) - blurs[1:] - blurs[:-1], 0.0)
         reach = np.nanmax(path, axis=0) - np.nanmin(path, axis=0)
         walked = np.nansum(steps, axis=0) / np.maximum(reach, 1e-300)
         walked[np.nanmax(steps, axis=0, initial=0.0) > 0.5 * reach] = np.inf
