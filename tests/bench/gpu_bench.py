@@ -215,45 +215,49 @@ def copy_bandwidth() -> float:
 
 
 def rows() -> Iterator[Row]:
-    import torch.nn.functional as F
-
     from rl_kernel.ops.rms_norm.triton_kernel import add_rms_norm, rms_norm
     from rl_kernel.ops.rope.triton_kernel import rope, rope_pair
     from rl_kernel.ops.swiglu.triton_kernel import swiglu
+    from tests.bench import native_rows
 
+    torch._dynamo.config.recompile_limit = 64
     bandwidth = copy_bandwidth()
     gain, head_gain = randn(HIDDEN), randn(DIM)
     cos, sin = (torch.randn((8192, DIM // 2), device="cuda") for _ in range(2))
     for tokens in (1, 64, 2048, 8192):
         positions = torch.arange(tokens, device="cuda")
 
-        def compare(name: str, shapes: list[tuple[int, ...]], moved: int, mine: Op, peer: Op | None) -> Iterator[Row]:
+        def compare(
+            name: str, shapes: list[tuple[int, ...]], moved: int, mine: Op, peers: dict[str, Op]
+        ) -> Iterator[Row]:
             sets = [[randn(*s) for s in shapes] for _ in range(copies(moved))]
-            sides = [[lambda s=s, op=op: op(*s) for s in sets] for op in (mine, peer) if op is not None]
-            strict, *other = measure(*sides)
+            for op in peers.values():
+                op(*sets[0])  # compiled before anything is captured
+            strict, *others = measure(*[[lambda s=s, op=op: op(*s) for s in sets] for op in (mine, *peers.values())])
             note = f"{moved / strict / 1e6:.2f} TB/s"
             yield Row("rows", f"{name} T={tokens}", strict, "floor: bytes", moved / bandwidth, note)
-            if other:
-                yield Row("rows", f"{name} T={tokens}", strict, "torch", other[0], note)
+            for peer, other in zip(peers, others, strict=True):
+                yield Row("rows", f"{name} T={tokens}", strict, peer, other, note)
 
         hidden, heads = tokens * HIDDEN * 2, tokens * HEADS * DIM * 2
         yield from compare(
-            "rms_norm", [(tokens, HIDDEN)], 2 * hidden,
-            lambda x: rms_norm(x, gain, 1e-6), lambda x: F.rms_norm(x, (HIDDEN,), gain, 1e-6),
-        )  # fmt: skip
-        yield from compare(
-            "add_rms_norm", [(tokens, HIDDEN)] * 2, 4 * hidden, lambda x, r: add_rms_norm(x, r, gain, 1e-6), None
+            "rms_norm", [(tokens, HIDDEN)], 2 * hidden, lambda x: rms_norm(x, gain, 1e-6), native_rows.rms_norm(gain)
         )
         yield from compare(
-            "q_norm", [(tokens, HEADS, DIM)], 2 * heads,
-            lambda x: rms_norm(x, head_gain, 1e-6), lambda x: F.rms_norm(x, (DIM,), head_gain, 1e-6),
+            "add_rms_norm", [(tokens, HIDDEN)] * 2, 4 * hidden, lambda x, r: add_rms_norm(x, r, gain, 1e-6),
+            native_rows.add_rms_norm(gain),
         )  # fmt: skip
-        yield from compare("rope", [(tokens, HEADS, DIM)], 2 * heads, lambda x: rope(x, cos, sin, positions), None)
+        yield from compare(
+            "q_norm", [(tokens, HEADS, DIM)], 2 * heads,
+            lambda x: rms_norm(x, head_gain, 1e-6), native_rows.rms_norm(head_gain),
+        )  # fmt: skip
+        rotations = native_rows.rope(cos, sin, positions)
+        yield from compare("rope", [(tokens, HEADS, DIM)], 2 * heads, lambda x: rope(x, cos, sin, positions), rotations)
         yield from compare(
             "rope q and k", [(tokens, HEADS, DIM), (tokens, KV_HEADS, DIM)], 2 * (heads + heads * KV_HEADS // HEADS),
-            lambda q, k: rope_pair(q, k, cos, sin, positions), None,
+            lambda q, k: rope_pair(q, k, cos, sin, positions), rotations,
         )  # fmt: skip
-        yield from compare("swiglu", [(tokens, 2 * FFN)], tokens * FFN * 6, swiglu, None)
+        yield from compare("swiglu", [(tokens, 2 * FFN)], tokens * FFN * 6, swiglu, native_rows.swiglu())
 
 
 def logp() -> Iterator[Row]:
