@@ -54,6 +54,8 @@ class Kernel:
         constants = dict(self.constants)
         if self.exp2:
             constants["EX2"] = target.backend == "cuda"
+        if "HOPPER" in function.arg_names:
+            constants["HOPPER"] = target.backend == "cuda"
         names = [name for name in function.arg_names if name not in constants]
         if len(names) != len(self.types):
             raise TypeError(f"{self.name}: {len(self.types)} types for the arguments {', '.join(names)}")
@@ -70,6 +72,8 @@ class Kernel:
             attributes,
         )
         options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        if constants.get("HOPPER"):
+            options["launch_pdl"] = True
         return compile(source, target=target, options=options)
 
 
@@ -172,7 +176,7 @@ def _logp() -> Iterator[Kernel]:
 def _rows() -> Iterator[Kernel]:
     norm = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32:16 i32:16 fp32"
     for residual, chunks, rows, warps in ((False, 32, 1, 1), (True, 5, 1, 1), (False, 1, 8, 2)):
-        constants = {"CHUNKS": chunks, "RESIDUAL": residual, "ROWS": rows, "EVEN": chunks != 5, "GAINS": 8}
+        constants = {"CHUNKS": chunks, "RESIDUAL": residual, "ROWS": rows, "EVEN": chunks != 5, "GAINS": 16}
         yield _kernel(_NORM, "rms_norm_held_kernel", norm, warps, **constants)
     for residual, chunks, rows, warps in ((False, 64, 1, 1), (True, 64, 1, 1)):
         yield _kernel(
@@ -197,6 +201,9 @@ def _rows() -> Iterator[Kernel]:
             "rl_kernel.ops.rope.triton_kernel", "rope_kernel", rope, warps,
             HALF=64, WIDTH=64, ROWS=rows, INVERSE=inverse,
         )  # fmt: skip
+    yield _kernel(
+        "rl_kernel.ops.rope.triton_kernel", "rope_pair_kernel", rope, 4, HALF=64, WIDTH=64, X_ROWS=32, U_ROWS=8
+    )
     swiglu = "rl_kernel.ops.swiglu.triton_kernel"
     yield _kernel(swiglu, "swiglu_kernel", "*bf16 *bf16 i32:16", 4, exp2=True, BLOCK=1024)
     yield _kernel(swiglu, "swiglu_backward_kernel", "*bf16 *bf16 *bf16 i32:16", 4, exp2=True, BLOCK=1024)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(float.fromhex("0x1.715476p+0"))
+NEG_LOG2E = tl.constexpr(-float.fromhex("0x1.715476p+0"))
 NEG_INF = tl.constexpr(float("-inf"))
 
 _E1 = tl.constexpr(float.fromhex("0x1.62e430p-1"))
@@ -114,7 +115,24 @@ def tree_of(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sigmoid(x, EX2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 / (1 + e^-x), by cases so that the exponent is never positive."""
-    e = exp2(-tl.abs(x) * LOG2E, EX2)
-    return tl.div_rn(tl.where(x >= 0.0, 1.0, e), 1.0 + e)
+def _shared_out(n, d, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """n / d, correctly rounded, where d = 1 + e rounded and n is 1 or e, with e in {0} ∪ [2^-126, 1].
+
+    Hopper's approximate reciprocal is within one unit in the last place, a step of Newton's rounds it as a division
+    would, and the remainder of n * that corrects the quotient (Markstein, IBM J. Res. Dev. 34, 1990). The remainder
+    is exact: where e < 2^-24, d and its reciprocal are 1; elsewhere it is a multiple of 2^-71.
+    """
+    if HOPPER:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [d], dtype=tl.float32, is_pure=True, pack=1)
+        y = tl.fma(tl.fma(d * -1.0, y, tl.full(d.shape, 1.0, tl.float32)), y, y)
+        q = n * y
+        return tl.fma(tl.fma(d * -1.0, q, n), y, q)
+    else:
+        return tl.div_rn(n, d)
+
+
+@triton.jit
+def sigmoid(x, EX2: tl.constexpr, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / (1 + e^-x), by cases so that the exponent is never positive. HOPPER: no division, with its bits."""
+    e = exp2(tl.abs(x) * NEG_LOG2E, EX2)
+    return _shared_out(tl.where(x >= 0.0, 1.0, e), 1.0 + e, HOPPER)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_kernel.contracts.v1 import KV_PARTIAL
-from tests.gpu.tensors import normal, offsets, same_bits
+from tests.gpu.tensors import ids, normal, offsets, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -37,6 +37,28 @@ def test_the_batch_of_a_product_changes_no_bit() -> None:
     whole = gemm(x, w)
     for rows in (1, 7, 16, 17, 32, 33, 64, 100, 256):
         same_bits(gemm(x[:rows], w), whole[:rows], f"{rows} rows")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_rows_of_a_large_weight_have_the_bits_of_the_plain_kernel(dtype: torch.dtype) -> None:
+    from rl_kernel.ops import gluon_few
+    from rl_kernel.ops.triton_matmul import product
+
+    fused = normal(16, 2048, seed=1) * torch.exp2(normal(16, 2048, seed=2, scale=15.0)).bfloat16()
+    w = normal(17000, 1024, seed=3) * torch.exp2(normal(17000, 1024, seed=4, scale=15.0)).bfloat16()
+    special = torch.tensor(
+        [0.0, -0.0, 2.0**-130, -(2.0**-133), float("inf"), float("nan")], dtype=w.dtype, device="cuda"
+    )
+    for tensor, kinds in ((fused, 4), (w, 6)):
+        places = ids(600, tensor.numel(), seed=5)
+        tensor.view(-1)[places] = special[places % kinds]
+    fused[3, 1030] = float("inf")
+    for rows in (1, 7, 8, 9, 16):
+        x = fused[:rows, 1024:]
+        found, expected = (torch.empty((rows, 17000), dtype=dtype, device="cuda") for _ in range(2))
+        assert gluon_few.serves(found, x, w.t())
+        gluon_few.few_product(found, x, w.t())
+        same_bits(found, product(expected, x, w.t(), segments=1), f"{rows} rows")
 
 
 def test_row_parallel_partials_of_any_tp_degree_meet_in_the_same_bits() -> None:

@@ -138,3 +138,13 @@ def test_rows(tokens: int) -> None:
     same_as_reference(swiglu(gates)[sample], REFERENCE.swiglu(to_numpy(gates[sample])), "swiglu")
     want = REFERENCE.swiglu_backward(to_numpy(dy[sample]), to_numpy(gates[sample]))
     same_as_reference(swiglu_backward(dy, gates)[sample], want, "swiglu backward")
+
+
+def test_swiglu_of_every_gate() -> None:
+    """All 65,536 of them: what stands for the division has its bits."""
+    from rl_kernel.ops.swiglu.triton_kernel import swiglu
+
+    gates = torch.arange(-(1 << 15), 1 << 15, device="cuda").to(torch.int16).view(torch.bfloat16)
+    for up in (1.0, -3.0, 2.0**-40, float("inf")):
+        x = torch.cat((gates, torch.full_like(gates, up)))[None]
+        same_as_reference(swiglu(x), REFERENCE.swiglu(to_numpy(x)), f"up = {up}")

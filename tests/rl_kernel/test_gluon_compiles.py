@@ -59,6 +59,16 @@ def product(segments: int, rows_of_b: bool, m: int = 8192) -> tuple[Any, dict[st
     }  # fmt: skip
 
 
+def few(rows: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    from rl_kernel.ops import gluon_few as op
+
+    types = {"y": "*bf16"} | dict.fromkeys(("m", "n", "steps"), "i32")
+    types |= {"a": descriptor(rows, op.BK), "w": descriptor(op.BN, op.BK)}
+    return op.gemm_few_kernel, types, {
+        "BM": rows, "BN": op.BN, "BK": op.BK, "STAGES": op.STAGES[rows], "FP32": False,
+    }  # fmt: skip
+
+
 def head(heated: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
     from rl_kernel.ops.linear_logp import gluon_kernel as op
 
@@ -95,6 +105,8 @@ CASES = {
     "product-8-few": lambda: product(8, True, 64),
     "product-8-few-dx": lambda: product(8, False, 64),
     "product-8-shared": lambda: product(8, True, 256),
+    "few-8": lambda: few(8),
+    "few-16": lambda: few(16),
     "head": lambda: head(False),
     "decode-8": lambda: decode(8),
     "decode-2": lambda: decode(2),

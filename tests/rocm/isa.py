@@ -138,11 +138,24 @@ _PTX_WRITTEN = re.compile(
 )
 
 
+_TOUCHES = re.compile(r"\b(?:(?:ld|st|atom|red)\b[.\w:]*\.global|cp\.async\.(?!wait|commit))[.\w:]*")
+
+
+def _touched_early(kernel: CompiledKernel) -> Iterator[str]:
+    """A launch that overlaps with the kernel before it may not load or store before it has waited."""
+    if kernel.metadata.launch_pdl or "griddepcontrol" in kernel.asm["ptx"]:
+        before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
+        if not wait:
+            yield "launched beside the kernel before, and never waits for it"
+        for name in sorted(set(_TOUCHES.findall(before))):
+            yield f"{name}: touches memory before it waits for the kernel before"
+
+
 def cuda_findings(kernel: CompiledKernel, *, matrix: bool, exp2: bool) -> list[str]:
     """Everything in a kernel for sm_90 that its source did not write. exp2: it computes exponentials."""
     text = kernel.asm["ptx"]
     found = Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)[ ;]", text, re.MULTILINE))
-    findings = [*_relaxed(kernel)]
+    findings = [*_relaxed(kernel), *_touched_early(kernel)]
     instructions = matrix_instructions(kernel)
     if bool(instructions) != matrix:
         findings.append(f"matrix instructions {sorted(instructions)} in a kernel whose source has {matrix=}")
@@ -152,7 +165,7 @@ def cuda_findings(kernel: CompiledKernel, *, matrix: bool, exp2: bool) -> list[s
     ]
     for name in sorted(found):
         if "f32" in name or "f16" in name:
-            allowed = exp2 if name == "ex2.approx.ftz.f32" else _PTX_WRITTEN.fullmatch(name)
+            allowed = exp2 if name in ("ex2.approx.ftz.f32", "rcp.approx.ftz.f32") else _PTX_WRITTEN.fullmatch(name)
             if not allowed:
                 findings.append(f"{name}: an operation that no contract writes, or one that ptxas may contract")
     extra = found["fma.rn.f32"] - fused_in_llvm(kernel.asm["llir"])

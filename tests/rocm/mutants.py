@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from rl_kernel.ops.triton_hopper import begin
+
 
 @triton.jit
 def multiply_then_add(y, a, b):  # type: ignore[no-untyped-def]
@@ -41,3 +43,24 @@ def product(c, a, b, side: tl.constexpr, depth: tl.constexpr):  # type: ignore[n
     x = tl.load(a + i[:, None] * depth + p[None, :])
     y = tl.load(b + p[:, None] * side + i[None, :])
     tl.store(c + i[:, None] * side + i[None, :], tl.dot(x, y))
+
+
+@triton.jit
+def load_then_wait(y, a):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, 64)
+    x = tl.load(a + i)
+    begin(True)
+    tl.store(y + i, x)
+
+
+@triton.jit
+def wait_then_load(y, a):  # type: ignore[no-untyped-def]
+    begin(True)
+    i = tl.arange(0, 64)
+    tl.store(y + i, tl.load(a + i))
+
+
+@triton.jit
+def never_wait(y, a):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, 64)
+    tl.store(y + i, tl.load(a + i))

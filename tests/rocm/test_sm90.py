@@ -1,6 +1,7 @@
 """The same kernels as PTX for an H200: one source, and here too nothing that the source did not write."""
 
 import pytest
+from triton.runtime.jit import JITFunction
 
 from rl_kernel.ops.aot import CUDA_KERNELS, CUDA_SM90, KERNELS, Kernel
 from tests.rocm import mutants
@@ -34,3 +35,13 @@ def test_a_product_in_tf32_is_found() -> None:
     signature = {"c": "*fp32", "a": "*fp32", "b": "*fp32"}
     kernel = compile_with(mutants.product, signature, {"side": 64, "depth": 64}, CUDA_SM90)
     assert "does not sum 16 at a time" in "; ".join(cuda_findings(kernel, matrix=True, exp2=False))
+
+
+def test_memory_touched_before_the_kernel_before_is_done_is_found() -> None:
+    def found(function: JITFunction[object]) -> str:
+        kernel = compile_with(function, {"y": "*fp32", "a": "*fp32"}, {}, CUDA_SM90, launch_pdl=True)
+        return "; ".join(cuda_findings(kernel, matrix=False, exp2=False))
+
+    assert found(mutants.wait_then_load) == ""
+    assert "ld.global" in found(mutants.load_then_wait)
+    assert "never waits" in found(mutants.never_wait)

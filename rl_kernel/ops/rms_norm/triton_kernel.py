@@ -9,6 +9,7 @@ import triton.language as tl
 
 from rl_kernel.errors import ShapeError
 from rl_kernel.ops.accelerator import BF16, F32, cdiv, require, require_rows
+from rl_kernel.ops.triton_hopper import HOPPER, PLAIN, begin, held
 from rl_kernel.ops.triton_scalar import canonical, narrow, round_bf16, tree
 
 LANES = tl.constexpr(128)
@@ -16,8 +17,8 @@ UNROLL = 4  # chunks whose loads are in flight together
 HELD = 40  # chunks that fit into the registers of one warp
 FEW = 264  # rows: two for every multiprocessor
 # From how many rows on: warps of a row in registers, and chunks whose gains are loaded at a time. Measured on an H200.
-SOME_WARPS, SOME_GAINS = 1, 8
-MANY, MANY_WARPS, MANY_GAINS = 4096, 1, 8
+SOME_WARPS, SOME_GAINS = 1, 16
+MANY, MANY_WARPS, MANY_GAINS = 4096, 1, 16
 
 
 @triton.jit
@@ -31,11 +32,13 @@ def _rstd(lanes, n, eps):  # type: ignore[no-untyped-def]
 def rms_norm_kernel(
     y, new_residual, x, residual, w, rows, inner, stride, n, eps,
     CHUNKS: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+    HOPPER: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """One program normalises ROWS rows of n <= 128*CHUNKS features, which the L1 keeps between the two passes.
 
     Row i of x starts at (i // inner) * stride + (i % inner) * n; everything else is contiguous.
     """
+    begin(HOPPER)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     at = row.to(tl.int64)[:, None] * n + lane[None, :]
@@ -75,41 +78,49 @@ def _gains(w, lane, n, FIRST: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.conste
 def rms_norm_held_kernel(
     y, new_residual, x, residual, w, rows, inner, stride, n, eps,
     CHUNKS: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, GAINS: tl.constexpr,
+    HOPPER: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """As rms_norm_kernel, for rows short enough to stay in registers: read once, all loads in flight together.
 
     GAINS: chunks whose gains are loaded at a time, since no load may move before a store: as many as the row has, and
     they travel with the row; fewer leave registers to more rows.
     """
+    begin(HOPPER)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     at = row.to(tl.int64)[:, None] * n + lane[None, :]
     x_at = ((row // inner).to(tl.int64) * stride + (row % inner) * n)[:, None] + lane[None, :]
-    values = ()
+    values, others = (), ()
     for c in tl.static_range(CHUNKS):
         here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
-        value = tl.load(x + x_at + c * LANES, mask=here, other=0.0)
+        values = values + (tl.load(x + x_at + c * LANES, mask=here, other=0.0),)
         if RESIDUAL:
-            other = tl.load(residual + at + c * LANES, mask=here, other=0.0)
-            value = narrow(value.to(tl.float32) + other.to(tl.float32))
-        values = values + (value,)
+            others = others + (tl.load(residual + at + c * LANES, mask=here, other=0.0),)
     gains = ()
     if GAINS >= CHUNKS:
         gains = _gains(w, lane, n, 0, CHUNKS, EVEN)
+    if RESIDUAL:
+        sums = ()
+        for c in tl.static_range(CHUNKS):
+            sums = sums + (held(narrow(values[c].to(tl.float32) + others[c].to(tl.float32)), HOPPER),)
+        values = sums
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     for c in tl.static_range(CHUNKS):
-        value = values[c].to(tl.float32)
+        value = values[c].to(tl.float32)  # type: ignore[var-annotated]
         lanes = tl.fma(value, value, lanes)
         if RESIDUAL:  # after all loads, since none may move before a store
             here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
             tl.store(new_residual + at + c * LANES, values[c], mask=here)
     r = _rstd(lanes, n, eps)[:, None]
+    again = ()
+    for c in tl.static_range(CHUNKS):
+        again = again + (held(values[c], HOPPER),)
     for c in tl.static_range(CHUNKS):
         if GAINS < CHUNKS and c % GAINS == 0:
             gains = _gains(w, lane, n, c, min(GAINS, CHUNKS - c), EVEN)
         here = (row[:, None] < rows) & (EVEN | (c * LANES + lane[None, :] < n))
         gain = gains[c % GAINS].to(tl.float32)[None, :]  # type: ignore[var-annotated]
-        tl.store(y + at + c * LANES, narrow(round_bf16(values[c].to(tl.float32) * r) * gain), mask=here)
+        tl.store(y + at + c * LANES, narrow(round_bf16(again[c].to(tl.float32) * r) * gain), mask=here)
 
 
 @triton.jit
@@ -184,7 +195,7 @@ def _normalise(
     n = w.shape[0]
     chunks, per_program, warps, gains = _launch(rows, n)
     common = {"CHUNKS": chunks, "RESIDUAL": add, "ROWS": per_program, "EVEN": n % 128 == 0}
-    common |= {"num_warps": warps, "enable_fp_fusion": False}
+    common |= {"num_warps": warps, "enable_fp_fusion": False, **(PLAIN if per_program > 1 else HOPPER)}
     arguments = (y, new_residual, x, residual, w, rows, inner, stride, n, eps)
     if chunks <= HELD:
         rms_norm_held_kernel[(cdiv(rows, per_program),)](*arguments, GAINS=gains, **common)
