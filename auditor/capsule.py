@@ -1,7 +1,8 @@
 """A frozen sample: both sides' records, the reference's word and the judgement, in one small file.
 
-    python -m auditor.capsule LEDGER RUN STEP SAMPLE --out FILE
+    python -m auditor.capsule LEDGER RUN STEP SAMPLE --out FILE [--archive PLACE]
 
+Records that have been retired are read from the archive, a folder or s3:// URL, and must be what the chain says.
 A zip with `capsule.json` (format, names, judgement, sha256 of the rest), `rollout.pb`, `trainer.pb` (records as they
 were reported) and, where the reference was asked, `reference.f32` (little-endian fp32 under the rollout's contract).
 Weights are named by version and digest and are not inside.
@@ -15,7 +16,9 @@ import struct
 import sys
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +30,9 @@ from auditor.command import end
 from auditor.compare import Logprobs
 from auditor.errors import AuditorError, NotFoundError, RecordError
 from auditor.judge import Judgement
-from auditor.records import RolloutRecord, SampleKey, TrainerRecord
+from auditor.object_store import StoreAccess
+from auditor.records import SIDES, Record, RolloutRecord, SampleKey, Side, TrainerRecord
+from auditor.retention import archived
 from auditor.storage.database import open_database
 from auditor.storage.reader import Reader
 
@@ -50,6 +55,13 @@ _BROKEN: Final = (
 _LIMIT: Final = 1 << 30  # bytes of one part, so that no crafted file fills the memory
 
 
+Retired = Callable[[int, bytes], bytes | None]
+
+
+def _nowhere(seq: int, digest: bytes) -> None:
+    """Nothing that has been retired can be had."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capsule:
     """One sample with its evidence. reference: float32 [R], None where it was not asked."""
@@ -65,13 +77,23 @@ class Capsule:
         return self.rollout.key
 
 
-def freeze(reader: Reader, key: SampleKey) -> Capsule:
-    """Take a sample out of the ledger; NotFoundError where one of its records is not there."""
-    rollout, trainer = reader.record(key, "rollout"), reader.record(key, "trainer")
+def freeze(reader: Reader, key: SampleKey, retired: Retired = _nowhere) -> Capsule:
+    """Take a sample out of the ledger; NotFoundError where one of its records is not there.
+
+    retired: gives the content of an entry's record that the ledger holds no more, by its digest, or None.
+    """
+    rollout, trainer = (_record(reader, key, side, retired) for side in SIDES)
     row = reader.sample(key)
     if not (isinstance(rollout, RolloutRecord) and isinstance(trainer, TrainerRecord)):
-        raise NotFoundError(f"the ledger does not hold both records of sample {key.sample_id!r}, step {key.step}")
+        said = f"the ledger does not hold both records of sample {key.sample_id!r}, step {key.step}"
+        raise NotFoundError(f"{said}; what was retired is in the archive, if there is one")
     return Capsule(rollout, trainer, row.judgement, reader.reference(key))
+
+
+def _record(reader: Reader, key: SampleKey, side: Side, retired: Retired) -> Record | None:
+    held, entry = reader.record(key, side), reader.entry(key, side)
+    content = retired(*entry) if held is None and entry is not None else None
+    return held if content is None else decode(content)
 
 
 def to_bytes(capsule: Capsule) -> bytes:
@@ -142,13 +164,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", help="its run_id")
     parser.add_argument("step", type=int, help="its step, from 0")
     parser.add_argument("sample", help="its sample_id, as the page, the API and the alert name it")
+    parser.add_argument("--archive", default="", metavar="PLACE", help="where evidence is that has been retired")
+    parser.add_argument("--store-endpoint", default="", help="URL of an S3 service that is not Amazon's")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the capsule goes")
     given: Any = parser.parse_args(arguments)
     try:
         if not 0 <= given.step <= 2**53:
             raise NotFoundError(f"step {given.step}: steps lie in 0..2**53")
         reader = Reader(lambda: open_database(given.ledger, writer=False))
-        content = to_bytes(freeze(reader, SampleKey(given.run, given.step, given.sample)))
+        retired = partial(archived, given.archive, StoreAccess(given.store_endpoint)) if given.archive else _nowhere
+        content = to_bytes(freeze(reader, SampleKey(given.run, given.step, given.sample), retired))
         given.out.write_bytes(content)
     except (AuditorError, OSError) as error:
         print(f"capsule: {error}", file=sys.stderr)

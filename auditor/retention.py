@@ -11,6 +11,7 @@ twice, because the auditor died in between, is dropped once.
 import hashlib
 import io
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from auditor.writer import Writer
 _BATCH: Final = 500
 _DAY_S: Final = 86_400.0
 _LAST_SEQ: Final = 2**62
+# As `ParquetArchive.write` names its files: the first and the last entry, and a mark of the content.
+_NAME: Final = re.compile(r"evidence-(\d+)-(\d+)-[0-9a-f]{16}\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,30 @@ class ParquetArchive:
                     stream.write(content)
         except (OSError, ValueError) as error:
             raise ArchiveError(f"archive {self._root}: {_one_line(error)}") from None
+
+
+def archived(place: str, access: StoreAccess, seq: int, digest: bytes) -> bytes | None:
+    """The content that an entry's record had, out of an archive; None where no file there holds it.
+
+    seq, digest: as the chain has them, so that nothing else is taken for it.
+    ArchiveError where the place cannot be read.
+    """
+    files, root = open_place("archive", place, access)
+    from pyarrow import fs, parquet  # noqa: PLC0415 - an extra of its own
+
+    try:
+        for info in files.get_file_info(fs.FileSelector(root)):
+            name = _NAME.fullmatch(info.base_name)
+            if name is None or not int(name[1]) <= seq <= int(name[2]):
+                continue
+            with files.open_input_file(info.path) as file:
+                rows = parquet.read_table(file, columns=["payload"], filters=[("seq", "=", seq)])
+            for payload in rows["payload"].to_pylist():
+                if hashlib.sha256(payload).digest() == digest:
+                    return bytes(payload)
+    except (OSError, ValueError) as error:
+        raise ArchiveError(f"archive {root}: {_one_line(error)}") from None
+    return None
 
 
 def evidence_before(reader: Reader, before: float, limit: int = _BATCH) -> list[Evidence]:

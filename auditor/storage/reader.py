@@ -124,6 +124,13 @@ class Reader:
         )
         return codec.decode(bytes(rows[0][0])) if rows and rows[0][0] is not None else None
 
+    def entry(self, key: SampleKey, side: Side) -> tuple[int, bytes] | None:
+        """Where in the chain a side's record is, and its digest, also where the content has been retired."""
+        rows = self.database.all(
+            "SELECT seq, digest FROM records WHERE run_id = ? AND step = ? AND sample_id = ? AND side = ?", (*key, side)
+        )
+        return (int(rows[0][0]), bytes(rows[0][1])) if rows else None
+
     def reference(self, key: SampleKey) -> Logprobs | None:
         """The reference's log-probabilities, float32 [R], under the rollout's contract; None where it was not asked."""
         rows = self.database.all(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from auditor.capsule import main, read_capsule
 from auditor.client import AuditClient
 from auditor.errors import ArchiveError, ConfigError, RecomputeError
 from auditor.object_store import StoreAccess
@@ -174,6 +175,10 @@ def test_evidence_goes_to_the_store_whole_and_is_dropped_then(store: Store, tmp_
         (f"{i}", side) for i in range(20) for side in ("rollout", "trainer")
     }
     assert all(digest(row["payload"]) == row["digest"] for row in rows)
+    arguments = [str(auditor.ledger), "run", "0", "3", "--out", str(tmp_path / "capsule")]
+    assert main(arguments) == 2, "the ledger holds nothing of it any more"
+    assert main([*arguments, "--archive", "s3://bucket/evidence", "--store-endpoint", store.endpoint]) == 0
+    assert read_capsule(tmp_path / "capsule").trainer.logprobs.tobytes() == one_ulp_off(pair("3")[1]).logprobs.tobytes()
 
 
 def test_a_store_that_goes_away_fails_the_write_and_takes_it_later(tmp_path: Path) -> None:

@@ -2,18 +2,21 @@
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from auditor.capsule import freeze
 from auditor.codec import encode
-from auditor.errors import ArchiveError
+from auditor.errors import ArchiveError, NotFoundError
 from auditor.judge import Verdict
+from auditor.object_store import StoreAccess
 from auditor.periodic import Periodic
 from auditor.pipeline import Incoming
 from auditor.records import SampleKey
-from auditor.retention import Evidence, ParquetArchive, Retirement, drop, evidence_before
+from auditor.retention import Evidence, ParquetArchive, Retirement, archived, drop, evidence_before
 from auditor.storage.chain import digest, verify
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
@@ -53,6 +56,16 @@ def test_evidence_is_retired_by_age_written_away_and_still_in_the_chain(connect:
     rows = parquet.read_table(file).to_pylist()
     assert {row["sample_id"] for row in rows} == {"0", "1"}
     assert all(digest(row["payload"]) == row["digest"] for row in rows)
+    gone = SampleKey("run", 0, "0")
+    with pytest.raises(NotFoundError):
+        freeze(reader, gone)
+    frozen = freeze(reader, gone, partial(archived, str(tmp_path / "archive"), StoreAccess()))
+    assert [encode(record) for record in pair("0")] == [encode(frozen.rollout), encode(frozen.trainer)]
+    seq, named = reader.entry(gone, "rollout") or (0, b"")
+    assert archived(str(tmp_path / "archive"), StoreAccess(), seq, bytes(32)) is None, "only what the chain names"
+    assert archived(str(tmp_path / "archive"), StoreAccess(), 10**6, named) is None
+    with pytest.raises(ArchiveError):
+        archived(str(tmp_path / "nowhere"), StoreAccess(), seq, named)
     # The same record again is still known as the same, and another one as another.
     assert receive(ledger, pipeline(), 0) == ["duplicate"] * 2
     ledger.close()
