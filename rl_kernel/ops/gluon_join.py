@@ -40,23 +40,11 @@ def put(at, x):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _added(at, x, PARTS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """x, a vector in the order of LINE, plus what is parked from `at` on; PARTS bounds the registers in between."""
-    size: gl.constexpr = x.shape[0]
-    if PARTS == 1:
-        return gl.load(at + gl.arange(0, size, LINE), cache_modifier=".cg") + x
-    else:
-        low, high = x.reshape([2, size // 2]).permute((1, 0)).split()
-        low = _added(at, gl.convert_layout(low, LINE, assert_trivial=True), PARTS // 2)
-        high = _added(at + size // 2, gl.convert_layout(high, LINE, assert_trivial=True), PARTS // 2)
-        return gl.convert_layout(gl.join(low, high).permute((1, 0)).reshape([size]), LINE, assert_trivial=True)
-
-
-@gluon.jit
 def take(at, x, layout: gl.constexpr):  # type: ignore[no-untyped-def]
     """What `put` parked from `at` on, plus the accumulator x[64,N]."""
-    columns: gl.constexpr = x.shape[1]
-    return _from_line(_added(at, _line(x), columns // 64), columns, layout)
+    line = _line(x)
+    parked = gl.load(at + gl.arange(0, line.shape[0], LINE), cache_modifier=".cg")
+    return _from_line(parked + line, x.shape[1], layout)
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rl_kernel.errors import ShapeError
 from rl_kernel.ops import gluon_join
 from rl_kernel.ops.accelerator import cdiv, multiprocessors
+from rl_kernel.ops.dependent_launch import DEPENDENT, announce, await_before
 from rl_kernel.ops.gluon_join import join
 from rl_kernel.ops.gluon_scalar import stored
 
@@ -77,10 +78,27 @@ def copy_tiles(
 
 
 @gluon.jit
+def _issue(
+    acc, use_acc, a_buffers, b_buffers, full, count,
+    HALF: gl.constexpr, STAGES: gl.constexpr, ROWS_OF_B: gl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """One step of a chain, which is left running."""
+    slot = count % STAGES
+    mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+    left = a_buffers.index(slot).slice(HALF * 64, 64)
+    if ROWS_OF_B:
+        right = b_buffers.index(slot).permute((1, 0))
+    else:
+        right = b_buffers.index(slot)
+    return warpgroup_mma(left, right, acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
 def _multiply(
-    y, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+    y, y_tiles, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
     HALF: gl.constexpr, SEGMENTS: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr,
+    STAGED: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """One warpgroup: rows [64 HALF, 64 HALF + 64) of the tile. `steps` are of one unit: SEGMENTS segments."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
@@ -89,58 +107,71 @@ def _multiply(
         acc = gl.zeros((64, BN), gl.float32, layout)
         s0, s2 = acc, acc
         for segment in gl.static_range(SEGMENTS):
-            for step in range(steps // SEGMENTS):
-                slot = count % STAGES
-                mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-                left = a_buffers.index(slot).slice(HALF * 64, 64)
-                if ROWS_OF_B:
-                    right = b_buffers.index(slot).permute((1, 0))
-                else:
-                    right = b_buffers.index(slot)
-                token = warpgroup_mma(left, right, acc, use_acc=step > 0, is_async=True)
+            if segment % 2 == 1:
+                # The chain before this one ends while this one begins, in registers of its own.
+                nothing = gl.zeros((64, BN), gl.float32, layout)
+                token = _issue(nothing, False, a_buffers, b_buffers, full, count, HALF, STAGES, ROWS_OF_B)
+                s0, acc = warpgroup_mma_wait(num_outstanding=1, deps=(s0, token))
+                mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
+                count += 1
+            for step in range(segment % 2, steps // SEGMENTS):
+                token = _issue(acc, step > 0, a_buffers, b_buffers, full, count, HALF, STAGES, ROWS_OF_B)
                 acc = warpgroup_mma_wait(num_outstanding=1, deps=(token,))
                 # One product may still run, the one before it is done with its tiles.
                 mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=step > 0)
                 count += 1
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
             # A binary counter: where a bit is set a left half waits; at the first clear bit the sum waits in turn.
-            if segment % 2 == 1:
-                acc = s0 + acc
-            if segment % 4 == 3:
-                acc = spare.index(HALF).load(layout) + acc
-            if segment % 8 == 7:
-                acc = s2 + acc
-            if segment < SEGMENTS - 1:
-                if segment % 2 == 0:
-                    s0 = acc
-                elif segment % 4 == 1:
+            if segment % 2 == 0 and segment < SEGMENTS - 1:
+                s0 = acc  # its last product still runs
+            else:
+                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+                mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
+                if STAGED and segment < 2:
+                    tma.store_wait(0)  # the tile before has left `spare`
+                if segment % 2 == 1:
+                    acc = s0 + acc
+                if segment % 4 == 3:
+                    acc = spare.index(HALF).load(layout) + acc
+                if segment % 8 == 7:
+                    acc = s2 + acc
+                if segment % 4 == 1 and segment < SEGMENTS - 1:
                     spare.index(HALF).store(acc)
-                else:
+                elif segment < SEGMENTS - 1:
                     s2 = acc
         acc, last = join(acc, parked, flags, BN, layout, HALF, BM // 64, SPLIT)
         row, column = origin(unit // SPLIT, m, n, BM, BN, GROUP)
-        i = row + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        j = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
-        at = y + i.to(gl.int64)[:, None] * n + j[None, :]
-        gl.store(at, stored(acc, FP32), mask=((i < m) & last)[:, None] & (j < n)[None, :])
+        if STAGED:
+            staging = spare.index(HALF)._reinterpret(y_tiles.dtype, [64, BN], y_tiles.layout)
+            staging.store(stored(acc, FP32))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(y_tiles, [row + HALF * 64, column], staging)
+        else:
+            i = row + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+            j = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
+            at = y + i.to(gl.int64)[:, None] * n + j[None, :]
+            gl.store(at, stored(acc, FP32), mask=((i < m) & last)[:, None] & (j < n)[None, :])
+    if STAGED:
+        tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["m"])
+@gluon.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["flags"])
 def gemm_tree_kernel(
-    y, parked, flags, a, b, m, n, steps,
+    y, y_tiles, parked, flags, a, b, m, n, steps,
     SEGMENTS: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr,
+    STAGED: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """steps: of BK summed indices, in one of the SPLIT pieces of a tile. ROWS_OF_B: b is [n,s]; otherwise [s,n].
 
-    parked: fp32, BM*BN a program, and flags: see `gluon_join`; where programs share a tile.
+    parked: fp32, BM*BN a program, and flags: see `gluon_join`; where programs share a tile. STAGED: y leaves through
+    y_tiles by the bulk copy engine, in whole lines and while the next tile is computed.
     """
+    announce()
     a_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], a.layout)
     b_shape: gl.constexpr = [STAGES, BN, BK] if ROWS_OF_B else [STAGES, BK, BN]
     b_buffers = gl.allocate_shared_memory(gl.bfloat16, b_shape, b.layout)
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # a warp's eight rows in different banks
-    spare_rows: gl.constexpr = 64 if SEGMENTS > 2 else 1
+    spare_rows: gl.constexpr = 64 if SEGMENTS > 2 or STAGED else 1
     spare = gl.allocate_shared_memory(gl.float32, [BM // 64, spare_rows, BN], spread)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -148,13 +179,14 @@ def gemm_tree_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=BM // 64)
     fence_async_shared()
+    await_before()
     if BM == 128:
         gl.warp_specialize(
             [
-                (_multiply, (y, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
-                             0, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
-                (_multiply, (y, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
-                             1, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
+                (_multiply, (y, y_tiles, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+                             0, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32, STAGED)),
+                (_multiply, (y, y_tiles, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+                             1, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32, STAGED)),
                 (copy_tiles, (a, b, a_buffers, b_buffers, full, empty, m, n, steps,
                               BM, BN, BK, STAGES, GROUP, ROWS_OF_B, SPLIT)),
             ],
@@ -164,8 +196,8 @@ def gemm_tree_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (y, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
-                             0, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32)),
+                (_multiply, (y, y_tiles, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+                             0, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32, STAGED)),
                 (copy_tiles, (a, b, a_buffers, b_buffers, full, empty, m, n, steps,
                               BM, BN, BK, STAGES, GROUP, ROWS_OF_B, SPLIT)),
             ],
@@ -195,6 +227,13 @@ def shape_for(m: int, n: int, segments: int, processors: int) -> Shape:
     return Shape(bm, bn, {128: 8, 192: 5, 256: 5}[bm + bn], split)
 
 
+def _tiles(y: torch.Tensor, columns: int) -> TensorDescriptor:
+    """y[m,n] as the bulk copy engine writes it, half a tile at a time."""
+    box = [64, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float32 if y.dtype == torch.float32 else gl.bfloat16)
+    return TensorDescriptor(y, list(y.shape), [y.shape[1], 1], box, layout)
+
+
 def tree_product(
     y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int, shape: Shape | None = None
 ) -> torch.Tensor:
@@ -218,9 +257,11 @@ def tree_product(
     shared = shape.split > 1
     parked = torch.empty((programs, shape.bm, shape.bn), dtype=torch.float32, device=y.device) if shared else y
     flags = gluon_join.flags(y.device, programs, processors) if shared else y
+    staged = not shared and n * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0
     gemm_tree_kernel[(programs,)](
-        y, parked, flags, *descriptors, m, n, total // BK // shape.split,
+        y, _tiles(y, shape.bn) if staged else y, parked, flags, *descriptors, m, n, total // BK // shape.split,
         SEGMENTS=inside, SPLIT=shape.split, BM=shape.bm, BN=shape.bn, BK=BK, STAGES=shape.stages, GROUP=GROUP,
-        ROWS_OF_B=rows_of_b, FP32=y.dtype == torch.float32, num_warps=4, enable_fp_fusion=False,
+        ROWS_OF_B=rows_of_b, FP32=y.dtype == torch.float32, STAGED=staged, num_warps=4,
+        enable_fp_fusion=False, **(DEPENDENT if shared else {}),
     )  # fmt: skip
     return y

@@ -6,9 +6,25 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def narrow(x):  # type: ignore[no-untyped-def]
-    """Round fp32 to bf16, to nearest even; NaN becomes 0x7fc0."""
-    nan = gl.full(x.shape, 0x7FC0, gl.int16, layout=x.type.layout).to(gl.bfloat16, bitcast=True)
-    return gl.where(x == x, x.to(gl.bfloat16), nan)
+    """Round fp32 to bf16, to nearest even; NaN becomes 0x7fc0.
+
+    The instruction rounds every NaN to 0x7fff: as a signed integer the only result over 0x7fc0.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 pair, most;
+            cvt.rn.bf16x2.f32 pair, $2, $1;
+            mov.b32 most, 0x7fc07fc0;
+            min.s16x2 $0, pair, most;
+        }
+        """,
+        "=r,r,r",
+        [x],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit

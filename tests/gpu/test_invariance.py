@@ -1,5 +1,7 @@
 """What may not change a bit on a GPU: launch shapes, batch, decode or prefill, strides, a second run, graph replay."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -207,6 +209,52 @@ def test_graph_replay_gives_the_bits_of_eager_calls() -> None:
         torch.cuda.synchronize()
         for a, b, name in zip(held, eager, ("attention", "logp", "lse"), strict=True):
             same_bits(a, b, name)
+
+
+def test_calls_in_a_row_do_not_meet() -> None:
+    """A kernel is on the device before the one ahead of it is over, and partials, flags and counters are used again.
+
+    Calls of other inputs in a row, eager and as a graph: their outputs are those of calls far apart.
+    """
+    from rl_kernel.ops.attention.triton_kernel import attention, paged_attention
+    from rl_kernel.ops.gemm.cublaslt import gemm
+
+    cu, many, table = offsets(1), offsets(700), torch.randperm(512, device="cuda").int()[None]
+    lens = torch.tensor([8000], dtype=torch.int32, device="cuda")
+
+    def calls(seed: int) -> list[Callable[[], torch.Tensor]]:
+        query, w = normal(1, HEADS, DIM, seed=seed), normal(4096, 4096, seed=seed, scale=0.02)
+        caches = [normal(512, 16, KV_HEADS, DIM, seed=seed + half) for half in (10, 20)]
+        q, k, v = (normal(700, h, DIM, seed=seed + h) for h in (HEADS, KV_HEADS, KV_HEADS))
+        v[600, 3, 5] = float("inf")  # hidden from some rows: half tiles that are computed again
+        rows = [normal(n, 4096, seed=seed) for n in (64, 256, 300)]
+        return [
+            lambda: paged_attention(query, *caches, table, cu, lens),
+            lambda: attention(q, k, v, many, many)[0],
+            *(lambda x=x: gemm(x, w, segments=8) for x in rows),
+        ]
+
+    of_seed = [calls(seed) for seed in range(6)]
+    row = [call for same in zip(*of_seed, strict=True) for call in same]
+    apart = []
+    for call in row:
+        apart.append(call())
+        torch.cuda.synchronize()
+    close = [[call() for call in row] for _ in range(3)]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        row[0]()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        held = [call() for call in row]
+    for tensor in held:
+        tensor.fill_(float("nan"))
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    for found, how in (*((c, "eager") for c in close), (held, "replayed")):
+        for a, b in zip(found, apart, strict=True):
+            same_bits(a, b, how)
 
 
 def test_the_logp_of_stored_logits_of_shards_and_of_the_fused_head_agree() -> None:

@@ -4,6 +4,7 @@ The assembler serialises wgmma, and only says so, when registers run out or an a
 bits stay the same and half the speed is gone. So what it says is the test.
 """
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from rl_kernel.ops.aot import CUDA_SM90, KERNELS
+
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 SHARED_MEMORY = 227 * 1024
 
 
-def descriptor(*shape: int) -> str:
-    layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
-    return f"tensordesc<bf16[{','.join(map(str, shape))}],{layout!r}>"
+def descriptor(*shape: int, of: str = "bf16") -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), {"bf16": gl.bfloat16, "fp32": gl.float32}[of])
+    return f"tensordesc<{of}[{','.join(map(str, shape))}],{layout!r}>"
 
 
 def attention(dim: int, page: int = 0) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -46,16 +49,21 @@ def attention(dim: int, page: int = 0) -> tuple[Any, dict[str, str], dict[str, A
     }  # fmt: skip
 
 
-def product(segments: int, rows_of_b: bool, m: int = 8192) -> tuple[Any, dict[str, str], dict[str, Any]]:
+def product(
+    segments: int, rows_of_b: bool, m: int = 8192, fp32: bool = False
+) -> tuple[Any, dict[str, str], dict[str, Any]]:
     from rl_kernel.ops import gluon_matmul as op
 
     shape = op.shape_for(m, 4096, segments, 132)
-    types = {"y": "*bf16", "parked": "*fp32", "flags": "*i32", "m": "i32", "n": "i32", "steps": "i32"}
+    stored, staged = ("fp32" if fp32 else "bf16"), shape.split == 1
+    types = {"y": f"*{stored}", "parked": "*fp32", "flags": "*i32", "m": "i32", "n": "i32", "steps": "i32"}
+    types["y_tiles"] = descriptor(64, shape.bn, of=stored) if staged else types["y"]
     types |= {"a": descriptor(shape.bm, op.BK)}
     types["b"] = descriptor(shape.bn, op.BK) if rows_of_b else descriptor(op.BK, shape.bn)
     return op.gemm_tree_kernel, types, {
         "SEGMENTS": segments // shape.split, "SPLIT": shape.split, "BM": shape.bm, "BN": shape.bn, "BK": op.BK,
-        "STAGES": shape.stages, "GROUP": op.GROUP, "ROWS_OF_B": rows_of_b, "FP32": False,
+        "STAGES": shape.stages, "GROUP": op.GROUP, "ROWS_OF_B": rows_of_b, "FP32": fp32,
+        "STAGED": staged,
     }  # fmt: skip
 
 
@@ -101,6 +109,7 @@ CASES = {
     "attention-128-pages": lambda: attention(128, 16),
     "product-2": lambda: product(2, True),
     "product-8": lambda: product(8, True),
+    "product-8-fp32": lambda: product(8, True, fp32=True),
     "product-8-dx": lambda: product(8, False),
     "product-8-few": lambda: product(8, True, 64),
     "product-8-few-dx": lambda: product(8, False, 64),
@@ -129,6 +138,7 @@ def test_it_fits_and_no_wgmma_is_serialised(case: str, tmp_path: Path) -> None:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert ("mma.sync" if case.startswith("decode") else "wgmma.mma_async") in compiled.asm["ptx"]
+    assert_it_waits(compiled.asm["ptx"], not case.startswith("head"))
     said = assembled(compiled.asm["ptx"], tmp_path)
     assert "serialized" not in said, said
     if case in ("attention-64", "attention-128"):
@@ -158,8 +168,23 @@ def test_what_looks_at_flags_uses_no_local_memory(dim: int, page: int, tmp_path:
         {(place(n),): [["tt.divisibility", 16]] for n in even},
     )  # fmt: skip
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False} | op.SHAPE)
+    assert_it_waits(compiled.asm["ptx"], True)
     said = assembled(compiled.asm["ptx"], tmp_path)
     assert "0 bytes stack frame" in said, said
+
+
+@pytest.mark.parametrize("function", ["decode_kernel", "merge_kernel"])
+def test_decode_waits_for_what_is_before_it(function: str) -> None:
+    kernel = next(k for k in KERNELS if k.function == function and k.module.endswith("triton_decode"))
+    assert_it_waits(kernel.compile(CUDA_SM90).asm["ptx"], True)
+
+
+def assert_it_waits(ptx: str, dependent: bool) -> None:
+    """One that starts before its predecessor has ended waits for it ahead of all that it reads or writes."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    assert bool(wait) == dependent
+    if dependent:
+        assert not re.search(r"\b(ld|st|red|atom)\.[\w.:]*global|cp\.async", before), before
 
 
 def assembled(ptx: str, folder: Path) -> str:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.ops.attention.triton_prefill import constants, prefill_tile
+from rl_kernel.ops.dependent_launch import DEPENDENT, announce, await_before
 
 FLAGS = 32  # half tiles a program, whose flags each warp reads by itself
 COLUMNS = 16  # of the output that are computed at once
@@ -24,6 +25,8 @@ def again_kernel(
     PARTIAL: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr, EX2: tl.constexpr, FLAGS: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """The half tiles of which redo[tiles,H,2] says so: few or none."""
+    announce()
+    await_before()
     first = tl.program_id(0) * FLAGS
     at = first + tl.arange(0, FLAGS)
     end = tiles * HEADS * 2
@@ -46,5 +49,5 @@ def again(
     again_kernel[(triton.cdiv(redo.numel(), FLAGS),)](
         *outputs, *tensors, *places, redo, places[1].shape[0] - 1, redo.shape[0], *strides, scale,
         FLAGS=FLAGS, COLUMNS=COLUMNS, **constants(tensors[0], tensors[1], places, kv_heads, page),
-        **SHAPE, enable_fp_fusion=False,
+        **SHAPE, enable_fp_fusion=False, **DEPENDENT,
     )  # fmt: skip

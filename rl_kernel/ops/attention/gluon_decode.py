@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from rl_kernel.contracts.v1 import KV_BLOCK, KV_PARTIAL
 from rl_kernel.ops import gluon_join
 from rl_kernel.ops.accelerator import F32, multiprocessors, power_of_two
+from rl_kernel.ops.dependent_launch import DEPENDENT, announce, await_before
 from rl_kernel.ops.gluon_scalar import narrow
 
 BLOCK = gl.constexpr(KV_BLOCK)
@@ -166,7 +167,7 @@ def _store(
         gl.store(acc_out + place[None, :] * D + d[:, None], acc, mask=here)
 
 
-@gluon.jit(do_not_specialize=["sequences", "tokens"])
+@gluon.jit(do_not_specialize=["sequences", "tokens"], do_not_specialize_on_alignment=["flags"])
 def shared_decode_kernel(
     out, m_out, l_out, acc_out, exchange, flags, q, k, v, table, cu_q, lens, sequences, tokens, table_width, q_token,
     k_page, k_token, v_page, v_token, scale,
@@ -189,6 +190,8 @@ def shared_decode_kernel(
     K_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     # Rows of W values: those that a matrix instruction reads together lie in different banks.
     V_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // W, W // 8, [1, 0])
+    await_before()
+    announce()
     member, kv_head, token = gl.program_id(0), gl.program_id(1), gl.program_id(2) % tokens
     partial = gl.program_id(2) // tokens
     sequence, visible = _sequence(token, cu_q, lens, sequences, WIDTH)
@@ -252,4 +255,5 @@ def decode(
         out, m, l, acc, exchange, flags, *tensors, seq_lens, seq_lens.shape[0], tokens, *strides, scale,
         HEADS=heads, KV_HEADS=kv_heads, D=dim, ROWS=rows, WIDTH=width, PARTIAL=KV_PARTIAL, PAGE=page,
         SINGLE=partials == 1, MEMBERS=members, ROUND=ROUND[members], num_warps=4, enable_fp_fusion=False,
+        **DEPENDENT,
     )  # fmt: skip

@@ -25,9 +25,12 @@ from rl_kernel.ops.attention.gluon_blocks import (
     SUMS,
     edge_step,
     full_step,
+    rows,
+    worth,
 )  # fmt: skip
 from rl_kernel.ops.attention.gluon_copy import PANEL, TILE, copy, pairs_of, read
 from rl_kernel.ops.attention.triton_blocks import width_for
+from rl_kernel.ops.dependent_launch import DEPENDENT, announce, await_before
 from rl_kernel.ops.gluon_scalar import canonical
 
 HEAD_DIMS = (64, 128)
@@ -47,13 +50,13 @@ def _quotient(total, row_sum):  # type: ignore[no-untyped-def]
     By the correctly rounded reciprocal y: q = total * y is within two ulps and its remainder brings it within one; then
     its remainder is exact, and one more correction rounds as the division does (Markstein, IBM J. Res. Dev. 34, 1990).
     That takes a q that does not overflow and remainders that are multiples of 2^-149: the sum in [1, 2^40), |total|
-    finite, and zero or over 2^-80.
+    finite, and zero or over 2^-80. Of -0 the first correction makes 0. A row that adds up past fp32 counts as infinite.
     """
     O: gl.constexpr = total.type.layout
     # Zero becomes the largest of these numbers, a small number a small one; zero times what is not finite is NaN.
     size = (total.to(gl.uint32, bitcast=True) << 1) - 1
     d = gl.convert_layout(row_sum, gl.SliceLayout(1, O))
-    exact = (gl.min(size, 1) > 2 * (127 - 80) * 2**23) & (gl.sum(total * 0.0, 1) == 0.0) & (d >= 1.0) & (d < 2.0**40)
+    exact = (gl.min(size, 1) > 2 * (127 - 80) * 2**23) & (gl.sum(total, 1) * 0.0 == 0.0) & (d >= 1.0) & (d < 2.0**40)
     y = gl.div_rn(gl.full_like(d, 1.0), d)[:, None] + gl.zeros_like(total)
     d = d[:, None] + gl.zeros_like(total)
     q = total * y
@@ -64,18 +67,25 @@ def _quotient(total, row_sum):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _store(
-    out, m_out, l_out, redo, m_all, l_all, merged, row, start, length, head, HEADS: gl.constexpr, O: gl.constexpr
+    out, m_out, l_out, redo, m_all, l_all, merged, m, l, acc, several, row, begin, start, length, head,
+    HEADS: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
+    """The last partial joins those before it, if there are several, and the quotients leave. begin: the first row."""
+    O: gl.constexpr = acc.type.layout
     D: gl.constexpr = merged.shape[1]
+    m_all, l_all, a, b = worth(m_all, l_all, m, l)
+    total = acc * rows(b, O)
+    if several:
+        total = merged.load(O) * rows(a, O) + total
     row_sum = gl.max(l_all, 1)
-    value, again = _quotient(merged.load(O) + 0.0, row_sum)
+    value, again = _quotient(total, row_sum)
     gl.store(redo, again)
     # Through shared memory, so that a row leaves in whole lines.
     W: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     lines: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.bfloat16)
     staging = merged._reinterpret(gl.bfloat16, [ROWS, D], lines)
     staging.store(value.to(gl.bfloat16))
-    i = gl.convert_layout(_here(row), gl.SliceLayout(1, W))
+    i = _here(begin) + gl.arange(0, ROWS, gl.SliceLayout(1, W))
     place = (start + i).to(gl.int64) * HEADS + head
     d = gl.arange(0, D, gl.SliceLayout(0, W))
     gl.store(out + place[:, None] * D + d[None, :], staging.load(W), mask=(i < length)[:, None])
@@ -101,19 +111,26 @@ def _attend(
     while slot >= 0:
         start, length, first, keys = read(letter, 1), read(letter, 2), read(letter, 3), read(letter, 4)
         pairs = pairs_of(keys, length, first)
-        full = min((keys - length + first + HALF * ROWS + 1) // PAIR, pairs)  # pairs that each row of the half sees
-        row = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        begin = first + HALF * ROWS
+        low = keys - length + begin  # the last key that the first row sees
+        full = min((low + 1) // PAIR, pairs)  # pairs that each row of the half sees
+        places = (pairs, full, low + ROWS - 1)
+        row = begin + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         last = keys - length + row
         m = gl.full((ROWS,), NEG_INF, gl.float32, gl.SliceLayout(1, SCORES))
         l, acc = gl.zeros((ROWS, ONES), gl.float32, SUMS), gl.zeros((ROWS, D), gl.float32, O)
         m_all, l_all = m, l
-        merged.store(acc)
+        several = pairs > PARTIAL // PAIR
+        if several:
+            merged.store(acc)
         a, beta = gl.zeros((ROWS, BLOCK), gl.bfloat16, P), gl.full_like(m, 1.0)
         b = a
         pair = 0
         while pair <= pairs:
+            if pair == pairs:
+                mbarrier.arrive(q_empty)  # the last scores are computed
             a, b, beta, m, l, acc, m_all, l_all = edge_step(
-                a, b, beta, m, l, acc, m_all, l_all, count, pair, pairs, last, queries, buffers, bars, scale,
+                a, b, beta, m, l, acc, m_all, l_all, count, pair, places, last, queries, buffers, bars, scale,
                 STAGES, PARTIAL,
             )  # fmt: skip
             count += 1
@@ -125,15 +142,19 @@ def _attend(
                 )  # fmt: skip
                 count += 1
             pair = max(pair, full)
-        mbarrier.arrive(q_empty)
-        again = redo + slot * 2 + HALF
-        _store(out, m_out, l_out, again, m_all, l_all, merged, row, start, length, slot % HEADS, HEADS, O)
+        _store(
+            out, m_out, l_out, redo + slot * 2 + HALF, m_all, l_all, merged, m, l, acc, several, row, begin, start,
+            length, slot % HEADS, HEADS,
+        )  # fmt: skip
         turn += 1
         mbarrier.wait(q_full, turn & 1)
         slot = read(letter, 0)
 
 
-@gluon.jit(do_not_specialize=["sequences", "tiles", "table_width", "page_rows"])
+@gluon.jit(
+    do_not_specialize=["sequences", "tiles", "table_width", "page_rows"],
+    do_not_specialize_on_alignment=["queue"],  # of a word anywhere among others
+)
 def attention_kernel(
     out, m_out, l_out, redo, queue, q, k, v, table, cu_q, cu_k, lens, sequences, tiles, table_width, page_rows, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
@@ -145,6 +166,7 @@ def attention_kernel(
     0 where the keys of a sequence are rows from cu_k on. redo[tiles,H,2]: 1 where a half tile's output is to be
     computed in another way, 0 elsewhere. queue[1]: 0, and 0 again afterwards.
     """
+    announce()
     q_buffer = gl.allocate_shared_memory(gl.bfloat16, [TILE, D], q.layout)
     blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], gl.bfloat16)
     k_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PAIR, D], blocks)
@@ -168,6 +190,7 @@ def attention_kernel(
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
     buffers = (k_buffers, v_buffers, ones.permute((1, 0)))
+    await_before()
     gl.warp_specialize(
         [
             (_attend, (out, m_out, l_out, redo, q_buffer, buffers, (full, empty), merged.index(0), letter, q_full,
@@ -238,6 +261,6 @@ def _launch(
         out, m, l, redo, gluon_join.queue(q.device), *descriptors, *places, sequences, tiles, table_width, page_rows,
         scale,
         HEADS=heads, KV_HEADS=kv_heads, D=dim, WIDTH=width, STAGES=STAGES[dim],
-        PARTIAL=KV_PARTIAL, PAGE=page, num_warps=4, enable_fp_fusion=False,
+        PARTIAL=KV_PARTIAL, PAGE=page, num_warps=4, enable_fp_fusion=False, **DEPENDENT,
     )  # fmt: skip
     return redo

@@ -17,6 +17,7 @@ from rl_kernel.contracts.v1 import KV_PARTIAL
 from rl_kernel.ops.accelerator import EX2, F32, multiprocessors
 from rl_kernel.ops.attention import gluon_decode
 from rl_kernel.ops.attention.triton_blocks import BLOCK, merge, width_for
+from rl_kernel.ops.dependent_launch import DEPENDENT, announce, await_before
 from rl_kernel.ops.triton_scalar import NEG_INF, exp2, narrow
 
 MAX_TOKENS = 1024  # of a call
@@ -66,6 +67,9 @@ def decode_kernel(
 
     ROWS: no fewer than heads that share a kv head.
     """
+    if EX2:  # Hopper
+        await_before()
+        announce()
     token = tl.program_id(1)
     sequence, stop = sequence_of(token, cu_q, sequences, WIDTH)
     if token >= stop:
@@ -127,6 +131,9 @@ def merge_kernel(
     UNROLL: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """One program merges the partials of one query of one head, left to right; UNROLL of them are read at once."""
+    if EX2:  # Hopper
+        announce()
+        await_before()
     token = tl.program_id(0)
     sequence, stop = sequence_of(token, cu_q, sequences, WIDTH)
     if token >= stop:
@@ -195,11 +202,11 @@ def paged_attention(
             out, m, l, acc, *tensors, seq_lens, sequences, tokens * heads, *strides, scale,
             HEADS=heads, KV_HEADS=kv_heads, D=dim, ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
             WIDTH=width, PARTIAL=KV_PARTIAL, PAGE=page, SINGLE=single, SUPER=shape.blocks, EX2=EX2,
-            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
+            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False, **DEPENDENT,
         )  # fmt: skip
     if not single:
         merge_kernel[(tokens, heads)](
             out, m, l, acc, cu_q, seq_lens, sequences, tokens * heads,
             HEADS=heads, D=dim, WIDTH=width, PARTIAL=KV_PARTIAL, EX2=EX2, UNROLL=UNROLL,
-            num_warps=1, enable_fp_fusion=False,
+            num_warps=1, enable_fp_fusion=False, **DEPENDENT,
         )  # fmt: skip
