@@ -39,7 +39,8 @@ _RETRY_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _RETRY_AFTER = "retry-after"
 _TOO_LARGE = "message larger than max"  # gRPC's own words, before any code of the auditor's sees the message
-_REFUSED_FOR_GOOD = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.UNIMPLEMENTED)
+# Not UNIMPLEMENTED: so answers another program on the port, or an ingress that does not route to the auditor yet.
+_REFUSED_FOR_GOOD = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 200),

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -95,6 +96,22 @@ def test_a_client_started_later_sends_what_an_earlier_one_spooled(tmp_path: Path
     assert early.close(timeout=2).spooled == 20
     with running_auditor(tmp_path / "auditor") as auditor:
         with AuditClient(auditor.grpc, "run", spool_dir=spool) as late:
+            assert late.flush(20).accepted == 20
+        check_totals(auditor, 10)
+
+
+def test_records_that_reach_another_program_than_the_auditor_wait_for_the_auditor(tmp_path: Path) -> None:
+    """An ingress that does not route to it yet answers a call as a server does that has no such method."""
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    early = AuditClient(f"127.0.0.1:{port}", "run", spool_dir=tmp_path / "spool")
+    submit_pairs(early, range(10))
+    counts = early.close(timeout=1)
+    other.stop(None).wait()
+    assert (counts.spooled, counts.refused, counts.dropped) == (20, 0, 0)
+    with running_auditor(tmp_path / "auditor") as auditor:
+        with AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "spool") as late:
             assert late.flush(20).accepted == 20
         check_totals(auditor, 10)
 
