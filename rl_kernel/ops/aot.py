@@ -158,8 +158,8 @@ def _logp() -> Iterator[Kernel]:
             exp2=True, **tile,
         )  # fmt: skip
     yield _kernel(
-        _LOGP, "merge_kernel", "*fp32 *fp32 *fp32 *fp32 *fp32 i32 i32 i32 i32", 1, exp2=True,
-        BLOCK=32, CONTINUE=False, FINISH=True, UNROLL=16,
+        _LOGP, "merge_kernel", "*fp32 *fp32 *fp32 *fp32 *fp32 *i64 i32 *fp32 *fp32 i32 i32 i32 i32", 1, exp2=True,
+        BLOCK=32, CONTINUE=False, FINISH=True, LOGP=True, UNROLL=16,
     )  # fmt: skip
     yield _kernel(
         _LOGP,
@@ -169,7 +169,10 @@ def _logp() -> Iterator[Kernel]:
         exp2=True,
         ROWS=16,
     )
-    yield _kernel(_LOGP, "merge_few_kernel", "*fp32 *fp32 *fp32 *fp32 i32 i32 i32", 8, exp2=True, WIDTH=4096, UNROLL=64)
+    yield _kernel(
+        _LOGP, "merge_few_kernel", "*fp32 *fp32 *fp32 *i64 i32 *fp32 *fp32 *fp32 i32 i32 i32", 8, exp2=True,
+        LOGP=True, WIDTH=4096, UNROLL=64,
+    )  # fmt: skip
     yield _kernel(_LOGP, "gather_logp_kernel", "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32 i32", 1, BLOCK=128)
 
 
@@ -227,6 +230,11 @@ def _ranks() -> Iterator[Kernel]:
             module, "two_shot_kernel", "*bf16 *fp32 *i64 *i32 i32:16 i32:16 i32 i32", 4, 1,
             RANKS=ranks, BLOCK=8192 // ranks, SUMS=1 << 20, RESULTS=1 << 24, FLAGS=1 << 25, FP32=False,
         )  # fmt: skip
+    yield _kernel(
+        "rl_kernel.ops.tree_all_reduce.triton_trimmed", "trimmed_kernel",
+        "*bf16 *fp32 *i64 *i32 i32:16 i32:16 i32 i32", 4, 1,
+        BLOCK=4096, LANES=128, SUMS=1 << 20, WHOLE=1 << 23, RESULTS=1 << 24, FLAGS=1 << 25,
+    )  # fmt: skip
 
 
 KERNELS = (*_products(), *_attention(), *_logp(), *_rows())

@@ -9,7 +9,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-ARENA = 1 << 21  # counters a device has; eager streams take 2 a program once, every captured launch takes its own
+ARENA = 1 << 21  # counters a device has; eager streams take theirs once, every captured launch takes its own
+MOST_COLUMNS = 1 << 17  # of those, for the flags of `columns`, of an eager stream
 
 
 LINE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # a warpgroup's 16-byte accesses, 2 KB each
@@ -185,3 +186,10 @@ def flags(device: torch.device, programs: int, most: int) -> torch.Tensor:
 def queue(device: torch.device) -> torch.Tensor:
     """One counter for one launch, 0, as the launch leaves it."""
     return _counters(device, "queue", 1, 1)
+
+
+def columns(device: torch.device, count: int) -> torch.Tensor:
+    """`count` counters for one launch, 0 mod 8, as the launch leaves them."""
+    if count > MOST_COLUMNS:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    return _counters(device, "columns", count, MOST_COLUMNS)

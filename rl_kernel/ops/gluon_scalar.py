@@ -41,3 +41,25 @@ def stored(x, FP32: gl.constexpr):  # type: ignore[no-untyped-def]
         return canonical(x)
     else:
         return narrow(x)
+
+
+@gluon.jit
+def ln(x):  # type: ignore[no-untyped-def]
+    """Natural logarithm of a positive normal number; NaN and +inf stay."""
+    i = x.to(gl.int32, bitcast=True) - 0x3F3504F3
+    e = (i >> 23).to(gl.float32)
+    f = ((i & 0x7FFFFF) + 0x3F3504F3).to(gl.float32, bitcast=True) - 1.0
+    s = f * f
+    q = gl.fma(gl.full_like(x, 7.0376836292e-2), f, gl.full_like(x, -1.1514610310e-1))
+    q = gl.fma(q, f, gl.full_like(x, 1.1676998740e-1))
+    q = gl.fma(q, f, gl.full_like(x, -1.2420140846e-1))
+    q = gl.fma(q, f, gl.full_like(x, 1.4249322787e-1))
+    q = gl.fma(q, f, gl.full_like(x, -1.6668057665e-1))
+    q = gl.fma(q, f, gl.full_like(x, 2.0000714765e-1))
+    q = gl.fma(q, f, gl.full_like(x, -2.4999993993e-1))
+    q = gl.fma(q, f, gl.full_like(x, 3.3333331174e-1))
+    y = (f * s) * q
+    y = gl.fma(e, gl.full_like(x, -2.12194440e-4), y)
+    y = gl.fma(gl.full_like(x, -0.5), s, y)
+    y = gl.fma(e, gl.full_like(x, 0.693359375), f + y)
+    return gl.where((x == x) & (x < float("inf")), y, x)

@@ -77,16 +77,19 @@ def few(rows: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
     }  # fmt: skip
 
 
-def head(heated: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
+def head(tokens: int, merged: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
     from rl_kernel.ops.linear_logp import gluon_kernel as op
 
     types = dict.fromkeys(
         ("tokens", "width", "steps", "vocab_start", "vocab", "tiles", "token_stride", "tile_stride"), "i32"
     )
-    types |= dict.fromkeys(("m", "s", "z_target"), "*fp32") | {"target": "*i64", "temperature": "fp32"}
-    types |= {"h": descriptor(op.BM, op.BK), "w": descriptor(op.BN, op.BK)}
+    types |= dict.fromkeys(("lse", "logp", "top_io", "sum_io", "m", "s", "z_target"), "*fp32")
+    types |= {"flags": "*i32", "target": "*i64", "temperature": "fp32"}
+    bm = op.rows_for(tokens)
+    types |= {"h": descriptor(bm, op.BK), "w": descriptor(op.BN, op.BK)}
     return op.linear_stats_kernel, types, {
-        "BM": op.BM, "BN": op.BN, "BK": op.BK, "STAGES": op.STAGES, "GROUP": op.GROUP, "HEATED": heated,
+        "BM": bm, "BN": op.BN, "BK": op.BK, "STAGES": op.STAGES[bm], "GROUP": op.GROUP, "HEATED": False,
+        "MERGE": merged, "CONTINUE": False, "FINISH": True, "BATCH": op.BATCH, "AHEAD": op.AHEAD,
     }  # fmt: skip
 
 
@@ -116,7 +119,9 @@ CASES = {
     "product-8-shared": lambda: product(8, True, 256),
     "few-8": lambda: few(8),
     "few-16": lambda: few(16),
-    "head": lambda: head(False),
+    "head": lambda: head(256, False),
+    "head-merged": lambda: head(256, True),
+    "head-merged-few": lambda: head(64, True),
     "decode-8": lambda: decode(8),
     "decode-2": lambda: decode(2),
 }

@@ -4,6 +4,9 @@ T tokens, K features, V vocabulary rows of the weight (pads included), J ids a t
 stretches: each writes the statistics of its 64-id tiles, which are then merged in ascending order.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +28,7 @@ __all__ = [
 ]
 
 TILE = tl.constexpr(VOCAB_TILE)
-STATS = 1 << 24  # tile statistics held at once, a bound that the vocabulary does not move
+STATS = 1 << 25  # tile statistics held at once, a bound that the vocabulary does not move
 FEW = 512  # tokens up to which a merge is bound by its chain, not by memory
 
 
@@ -83,11 +86,23 @@ def linear_stats_kernel(
 
 
 @triton.jit
+def _store_logp(logp, z_target, target, vocab, token, lse, here):  # type: ignore[no-untyped-def]
+    """z_target - lse; NaN where the target is not in [0, vocab) and nobody has stored its logit."""
+    id = tl.load(target + token, mask=here, other=-1)
+    z = tl.load(z_target + token, mask=(id >= 0) & (id < vocab), other=float("nan"))
+    tl.store(logp + token, canonical(z - lse), mask=here)
+
+
+@triton.jit
 def merge_kernel(
-    top_io, sum_io, lse, m, s, tokens, tiles, tile_stride, token_stride,
-    BLOCK: tl.constexpr, CONTINUE: tl.constexpr, FINISH: tl.constexpr, UNROLL: tl.constexpr, EX2: tl.constexpr,
+    top_io, sum_io, lse, logp, z_target, target, vocab, m, s, tokens, tiles, tile_stride, token_stride,
+    BLOCK: tl.constexpr, CONTINUE: tl.constexpr, FINISH: tl.constexpr, LOGP: tl.constexpr, UNROLL: tl.constexpr,
+    EX2: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """BLOCK tokens merge their tiles in ascending order, from what the stretch before left behind."""
+    """BLOCK tokens merge their tiles in ascending order, from what the stretch before left behind (CONTINUE).
+
+    FINISH: to lse, and with LOGP to logp = z_target - lse; else to top_io and sum_io.
+    """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = token < tokens
     at = token.to(tl.int64) * token_stride
@@ -107,7 +122,10 @@ def merge_kernel(
         total = total * a + s2 * b
         top = after
     if FINISH:
-        tl.store(lse + token, canonical(top + ln(total)), mask=here)
+        found = canonical(top + ln(total))
+        tl.store(lse + token, found, mask=here)
+        if LOGP:
+            _store_logp(logp, z_target, target, vocab, token, found, here)
     else:
         tl.store(top_io + token, top, mask=here)
         tl.store(sum_io + token, total, mask=here)
@@ -115,7 +133,8 @@ def merge_kernel(
 
 @triton.jit
 def merge_few_kernel(
-    lse, m, s, spare, tiles, tile_stride, token_stride, WIDTH: tl.constexpr, UNROLL: tl.constexpr, EX2: tl.constexpr
+    lse, logp, z_target, target, vocab, m, s, spare, tiles, tile_stride, token_stride,
+    LOGP: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, EX2: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """One program merges all tiles of one token, with the bits of `merge_kernel` and a shorter chain.
 
@@ -139,8 +158,11 @@ def merge_few_kernel(
     total = 0.0
     for step in tl.range(0, tiles, loop_unroll_factor=UNROLL):
         total = total * tl.load(factors + step) + tl.load(factors + WIDTH + step)
-    highest = tl.max(m2, 0)
-    tl.store(lse + token + tl.zeros((1,), tl.int32), canonical(ln(tl.zeros((1,), tl.float32) + total) + highest))
+    found = canonical(ln(tl.zeros((1,), tl.float32) + total) + tl.max(m2, 0))
+    at = token + tl.zeros((1,), tl.int32)
+    tl.store(lse + at, found)
+    if LOGP:
+        _store_logp(logp, z_target, target, vocab, at, found, at >= 0)
 
 
 @triton.jit
@@ -177,24 +199,35 @@ def gather_logp_kernel(
     tl.store(logp + token * columns + j, canonical(z - tl.load(lse + token)), mask=j < columns)
 
 
-Running = tuple[torch.Tensor, torch.Tensor]
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a token's logp is made from: the targets' logits z[T], target[T]; and where it goes."""
+
+    logp: torch.Tensor
+    z: torch.Tensor
+    target: torch.Tensor
+    vocab: int
 
 
-def _merge(m: torch.Tensor, s: torch.Tensor, lse: torch.Tensor, running: Running, *, tile_major: bool,
-           keep: bool, finish: bool) -> None:  # fmt: skip
+def _merge(m: torch.Tensor, s: torch.Tensor, lse: torch.Tensor, running: Sequence[torch.Tensor],
+           wanted: Wanted | None = None, *, tile_major: bool, keep: bool, finish: bool) -> None:  # fmt: skip
     tokens, tiles = (m.shape[1], m.shape[0]) if tile_major else m.shape
+    strides = (tokens, 1) if tile_major else (1, tiles)
+    head = (wanted.logp, wanted.z, wanted.target, wanted.vocab) if wanted is not None else (lse, lse, lse, 0)
     if tokens <= FEW and tiles <= 8192 and finish and not keep:
         width = power_of_two(tiles)
         spare = torch.empty((tokens, 2, width), dtype=F32, device=m.device)
         merge_few_kernel[(tokens,)](
-            lse, m, s, spare, tiles, tokens if tile_major else 1, 1 if tile_major else tiles,
-            WIDTH=width, UNROLL=64, EX2=EX2, num_warps=8 if width >= 1024 else 1, enable_fp_fusion=False,
+            lse, *head, m, s, spare, tiles, *strides,
+            LOGP=wanted is not None, WIDTH=width, UNROLL=64, EX2=EX2, num_warps=8 if width >= 1024 else 1,
+            enable_fp_fusion=False,
         )  # fmt: skip
         return
     block = 32 if tokens >= 32 else 1
     merge_kernel[(cdiv(tokens, block),)](
-        running[0], running[1], lse, m, s, tokens, tiles, tokens if tile_major else 1, 1 if tile_major else tiles,
-        BLOCK=block, CONTINUE=keep, FINISH=finish, UNROLL=16, EX2=EX2, num_warps=1, enable_fp_fusion=False,
+        *running, lse, *head, m, s, tokens, tiles, *strides,
+        BLOCK=block, CONTINUE=keep, FINISH=finish, LOGP=wanted is not None, UNROLL=16, EX2=EX2, num_warps=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -218,7 +251,7 @@ def _stats(
     """Statistics of the rows first .. last of w into m and s, [T,tiles] if token_major, [tiles,T] if not."""
     (tokens, k), tiles = h.shape, cdiv(last - first, VOCAB_TILE)
     strides = (tiles, 1) if token_major else (1, tokens)
-    if EX2 and gluon_kernel.serves(h, h_stride, w):
+    if EX2 and gluon_kernel.rows_for(tokens) == 128 and gluon_kernel.serves(h, h_stride, w):
         gluon_kernel.linear_stats(
             m,
             s,
@@ -253,17 +286,25 @@ def linear_logp(
     rows, tokens = weight.shape[0], h.shape[0]
     if not 0 < vocab <= rows:
         raise ShapeError(f"linear_logp: vocab {vocab}; w has {rows} rows, so 1 to {rows} would work")
-    z, lse = torch.full((2, tokens), float("nan"), device=h.device)
+    rows_of_16_bytes = torch.empty((5, cdiv(tokens, 4) * 4), dtype=F32, device=h.device)
+    logp, lse, z, *running = rows_of_16_bytes[:, :tokens]
     if not tokens:
-        return z, lse
-    running = (torch.empty_like(lse), torch.empty_like(lse))
+        return logp, lse
+    wanted = Wanted(logp, z, target, vocab)
+    fused = EX2 and tokens >= gluon_kernel.FEWEST and gluon_kernel.serves(h, h_stride, weight)
     stretch = max(32, STATS // tokens // 32 * 32) * VOCAB_TILE
     for first in range(0, rows, stretch):
         last = min(rows, first + stretch)
+        when = {"keep": first > 0, "finish": last == rows}
+        if fused:
+            merge = gluon_kernel.Merge(lse, logp, (running[0], running[1]), **when)
+            part = weight[first:last]
+            gluon_kernel.linear_merged(merge, z, h, h_stride, part, target, temperature, first, vocab - first)
+            continue
         m, s = torch.empty((2, cdiv(last - first, VOCAB_TILE), tokens), dtype=F32, device=h.device)
         _stats(m, s, z, h, h_stride, weight, target, temperature, 0, vocab, first, last, False)
-        _merge(m, s, lse, running, tile_major=True, keep=first > 0, finish=last == rows)
-    return _difference(z, lse), lse
+        _merge(m, s, lse, running, wanted, tile_major=True, **when)
+    return logp, lse
 
 
 def linear_vocab_stats(
@@ -282,11 +323,6 @@ def linear_vocab_stats(
     if m.numel():
         _stats(m, s, z, h, h_stride, weight, target, temperature, vocab_start, vocab, 0, rows, True)
     return m, s, z
-
-
-def _difference(z: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    difference = z - lse
-    return torch.where(difference == difference, difference, float("nan"))
 
 
 def vocab_stats(

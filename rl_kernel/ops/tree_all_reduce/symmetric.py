@@ -16,12 +16,14 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from rl_kernel.errors import PlanError
 from rl_kernel.ops.accelerator import cdiv, multiprocessors
 from rl_kernel.ops.tree_all_reduce.triton_symmetric import SLOTS, one_shot_kernel, two_shot_kernel
+from rl_kernel.ops.tree_all_reduce.triton_trimmed import trimmed_kernel
 
 MAX_RANKS = 8
 ONE_SHOT = 1 << 17  # values up to which one shot may serve, by two ranks
 ONE_SHOT_BLOCK, ONE_SHOT_WARPS = 512, 4
 BLOCK, WARPS = 4096, 4  # values of a chunk of two shots, by two ranks
 PROGRAMS_PER_PROCESSOR = 4
+TRIMMED = 1 << 22  # values from which two ranks that want bf16 send 22 bits of 32, and ask for the rest where it counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ class Layout:
     def sums(self) -> int:
         """Start of the slots of partials, fp32[programs, SLOTS, ranks, block]."""
         return 2 * self.ranks * self.capacity * 8
+
+    @property
+    def whole(self) -> int:
+        """Start of the whole partials that the one peer may ask for: trimmed ones leave half of the slots."""
+        return self.sums + self._slots // 2
 
     @property
     def results(self) -> int:
@@ -102,11 +109,17 @@ class Peers:
             part = cdiv(n, 16 * ranks) * 16
             block = self.layout.block
             programs = min(cdiv(part, block), self.layout.programs)
-            two_shot_kernel[(programs,)](
-                y, partial, self.bases, self.turns, n, part, cdiv(part, programs * block), self.rank,
-                RANKS=ranks, BLOCK=block, SUMS=self.layout.sums, RESULTS=self.layout.results, FLAGS=self.layout.flags,
-                FP32=fp32, num_warps=WARPS, num_stages=1, maxnreg=_registers(), enable_fp_fusion=False,
+            arguments = (
+                y, partial, self.bases, self.turns, n, part, cdiv(part, programs * block), self.rank
             )  # fmt: skip
+            where = {"SUMS": self.layout.sums, "RESULTS": self.layout.results, "FLAGS": self.layout.flags}
+            how = {"num_warps": WARPS, "num_stages": 1, "maxnreg": _registers(), "enable_fp_fusion": False}
+            if ranks == 2 and not fp32 and n >= TRIMMED:
+                trimmed_kernel[(programs,)](
+                    *arguments, BLOCK=block, LANES=32 * WARPS, WHOLE=self.layout.whole, **where, **how
+                )
+            else:
+                two_shot_kernel[(programs,)](*arguments, RANKS=ranks, BLOCK=block, FP32=fp32, **where, **how)
         return y
 
 

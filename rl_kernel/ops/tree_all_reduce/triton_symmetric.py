@@ -101,7 +101,7 @@ def one_shot_kernel(
     tl.store(counts + program, call)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "rounds"])
 def two_shot_kernel(
     y, partial, bases, counts, n, part, rounds, rank,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr, RESULTS: tl.constexpr, FLAGS: tl.constexpr,
