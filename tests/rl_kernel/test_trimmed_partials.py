@@ -17,11 +17,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from rl_kernel.ops.tree_all_reduce import triton_trimmed  # with all that it imports, before anything is interpreted
 from rl_kernel.reference import ops as law
 
 LANES, PROGRAMS = 512, 2
 N = 16 * LANES * PROGRAMS
-SOURCE = Path(law.__file__).parents[1] / "ops/tree_all_reduce/triton_trimmed.py"
+SOURCE = Path(triton_trimmed.__file__)
 
 
 trimmed: Any = None  # the module, interpreted
