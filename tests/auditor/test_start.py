@@ -1,5 +1,6 @@
 """The auditor starts at once, or says in one line why not, with exit code 2."""
 
+import gzip
 import json
 import os
 import shutil
@@ -212,6 +213,16 @@ def test_without_the_token_nothing_is_taken_or_shown(tmp_path: Path) -> None:
             client.submit_trainer(pair()[1])
             assert client.flush(10).accepted == 1
         assert "s3cret" not in (auditor.folder / "auditor.log").read_text()
+
+
+def test_metrics_are_compressed_for_who_asks(tmp_path: Path) -> None:
+    with running_auditor(tmp_path) as auditor:
+        request = urllib.request.Request(f"http://{auditor.http}/metrics", headers={"Accept-Encoding": "gzip;q=0.5"})
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            assert (answer.headers["content-encoding"], answer.headers["vary"]) == ("gzip", "Accept-Encoding")
+            text = gzip.decompress(answer.read()).decode()
+        assert "# TYPE auditor_ulp_diff histogram" in text.splitlines()
+        assert auditor.metrics(), "who does not ask gets text"
 
 
 def test_every_setting_is_documented_as_a_flag() -> None:
