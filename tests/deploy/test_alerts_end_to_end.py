@@ -10,7 +10,8 @@ import pytest
 from auditor.records import TrainerRecord
 from deploy.tour.stack import Stack
 from tests.auditor.processes import AuditorProcess
-from tests.auditor.samples import one_ulp_off
+from tests.auditor.samples import one_ulp_off, pair
+from tests.auditor.test_unpaired import send
 from tests.deploy.watched import Watched, report, wait_for, watched_auditor
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,9 @@ def inject(auditor: AuditorProcess, stack: Stack, folder: Path) -> None:
     """Three sound steps, then one in which a bit of each sample differs: paged in time, with what it is."""
     report(auditor, folder, range(3), run_id="injected")
     injected = time.time()
-    report(auditor, folder, range(3, 4), one_ulp_off, run_id="injected")
+    bent = [pair(str(sample), step=3, run_id="injected") for sample in range(4)]
+    # In one batch: a scrape between two of them would see a part, and the page tell of that.
+    send(auditor, *(record for rollout, trainer in bent for record in (rollout, one_ulp_off(trainer))))
     page = wait_for(lambda: [a for a in stack.firing("page") if a["labels"].get("run_id") == "injected"], 20)[0]
     print(f"paged {page['at'] - injected:.1f} s after the first differing bit was sent")
     assert page["at"] - injected < 15
