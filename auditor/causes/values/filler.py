@@ -8,6 +8,7 @@ import numpy as np
 from auditor.causes.evidence import LAST_BITS, SETTLED, Evidence, Suggestion
 
 _AGAIN: Final = 3  # times that no value comes by chance
+_SELDOM: Final = 0.1  # of the wrong values
 
 
 def filler(evidence: Evidence) -> Iterator[Suggestion]:
@@ -25,6 +26,8 @@ def filler(evidence: Evidence) -> Iterator[Suggestion]:
         return
     at = np.flatnonzero(put)
     share, number = at.size / differing, float(evidence.found[at[0]])
+    if at.size == 1 and share < _SELDOM:
+        return  # a model that went wrong may be sure once
     last = at.size == 1 and at[0] == len(put) - 1
     yield Suggestion(
         "filler",
