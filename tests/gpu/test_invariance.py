@@ -63,6 +63,54 @@ def test_few_rows_of_a_large_weight_have_the_bits_of_the_plain_kernel(dtype: tor
         same_bits(found, product(expected, x, w.t(), segments=1), f"{rows} rows")
 
 
+@pytest.mark.parametrize("rows", [1, 7, 1025])
+@pytest.mark.parametrize("n", [1032, 1200, 4096, 5120, 8190, 8192])
+def test_a_long_row_has_the_bits_of_the_plain_kernel(n: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_kernel.ops.rms_norm import gluon_kernel
+    from rl_kernel.ops.rms_norm.triton_kernel import add_rms_norm, rms_norm
+
+    special = torch.tensor([0.0, -0.0, 2.0**-130, -(2.0**-133), float("inf"), float("nan")], device="cuda").bfloat16()
+    x, residual, w = normal(rows, n, seed=1), normal(rows, n, seed=2), normal(n, seed=3)
+    x *= torch.exp2(normal(rows, 1, seed=4, scale=25.0)).bfloat16()
+    for tensor, kinds in ((x, 4), (residual, 4), (x[rows // 2 :], 6 if rows > 1 else 4), (w, 4)):
+        places = ids(40, tensor.numel(), seed=5)
+        tensor.view(-1)[places] = special[places % kinds]
+    wide = torch.cat((x, residual), 1)
+
+    def found() -> tuple[torch.Tensor, ...]:
+        return rms_norm(x, w, 1e-6), rms_norm(wide[:, n:], w, 1e-6), *add_rms_norm(x, residual, w, 1e-6)
+
+    with monkeypatch.context() as patch:
+        assert gluon_kernel.serves(n)
+        patch.setattr(gluon_kernel, "serves", lambda n: False)
+        expected = found()
+    for a, b, what in zip(found(), expected, ("alone", "of a slice", "of a sum", "the sum"), strict=True):
+        same_bits(a, b, f"{what}, {rows} rows")
+
+
+@pytest.mark.parametrize("tokens", [64, 301])
+def test_many_heads_have_the_bits_of_the_plain_kernel(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_kernel.ops.rms_norm import gluon_kernel
+    from rl_kernel.ops.rms_norm.triton_kernel import rms_norm
+
+    special = torch.tensor([0.0, -0.0, 2.0**-130, -(2.0**-133), float("inf"), float("nan")], device="cuda").bfloat16()
+    fused = normal(tokens, (HEADS + KV_HEADS) * DIM, seed=1)
+    fused *= torch.exp2(normal(tokens, (HEADS + KV_HEADS) * DIM, seed=4, scale=20.0)).bfloat16()
+    places = ids(400, fused.numel(), seed=5)
+    fused.view(-1)[places] = special[places % 6]
+    q, w = fused[:, : HEADS * DIM].unflatten(1, (HEADS, DIM)), normal(DIM, seed=3)
+
+    def found() -> list[torch.Tensor]:
+        return [rms_norm(x, w, 1e-6) for x in (q, q.contiguous(), q.reshape(-1, DIM)[: tokens * HEADS - 5])]
+
+    with monkeypatch.context() as patch:
+        assert gluon_kernel.serves_heads(tokens * HEADS, DIM)
+        patch.setattr(gluon_kernel, "serves_heads", lambda rows, n: False)
+        expected = found()
+    for a, b, what in zip(found(), expected, ("of a slice", "lying together", "of any number"), strict=True):
+        same_bits(a, b, what)
+
+
 def test_row_parallel_partials_of_any_tp_degree_meet_in_the_same_bits() -> None:
     from rl_kernel.ops.gemm.cublaslt import gemm
     from rl_kernel.ops.tree_all_reduce.triton_kernel import tree_sum

@@ -184,6 +184,29 @@ def test_decode_waits_for_what_is_before_it(function: str) -> None:
     assert_it_waits(kernel.compile(CUDA_SM90).asm["ptx"], True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("long", [False, True])
+def test_a_norm_spills_nothing_and_is_what_the_source_writes(long: bool, tmp_path: Path) -> None:
+    from rl_kernel.ops.rms_norm import gluon_kernel as op
+    from tests.rocm.isa import cuda_findings
+
+    kernel = op.rms_norm_long_kernel if long else op.rms_norm_heads_kernel
+    constants = {**op.shape_for(8192), "RESIDUAL": True, "EARLY": False} if long else {"ROWS": op.ROWS}
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+    types |= {n: "*bf16" for n in ("y", "new_residual", "x", "residual", "w") if n in types}
+    place = kernel.arg_names.index
+    source = GluonASTSource(
+        kernel, types, {(place(n),): value for n, value in constants.items()},
+        {(place(n),): [["tt.divisibility", 16]] for n, t in types.items() if t[0] == "*" or n in ("stride", "n")},
+    )  # fmt: skip
+    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert cuda_findings(compiled, matrix=False, exp2=False) == []
+    assert "ld.global.v4" in compiled.asm["ptx"]
+    said = assembled(compiled.asm["ptx"], tmp_path)
+    assert "0 bytes stack frame" in said, said
+
+
 def assert_it_waits(ptx: str, dependent: bool) -> None:
     """One that starts before its predecessor has ended waits for it ahead of all that it reads or writes."""
     before, wait, _ = ptx.partition("griddepcontrol.wait")

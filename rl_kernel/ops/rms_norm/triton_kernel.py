@@ -9,6 +9,7 @@ import triton.language as tl
 
 from rl_kernel.errors import ShapeError
 from rl_kernel.ops.accelerator import BF16, F32, cdiv, require, require_rows
+from rl_kernel.ops.rms_norm import gluon_kernel
 from rl_kernel.ops.triton_hopper import HOPPER, PLAIN, begin, held
 from rl_kernel.ops.triton_scalar import canonical, narrow, round_bf16, tree
 
@@ -193,6 +194,12 @@ def _normalise(
     rows: int, inner: int, stride: int, eps: float, *, add: bool,
 ) -> None:  # fmt: skip
     n = w.shape[0]
+    if gluon_kernel.serves(n):
+        gluon_kernel.normalise(y, new_residual, x, residual, w, rows, inner, stride, eps, add=add)
+        return
+    if not add and gluon_kernel.serves_heads(rows, n):
+        gluon_kernel.normalise_heads(y, x, w, rows, inner, stride, eps)
+        return
     chunks, per_program, warps, gains = _launch(rows, n)
     common = {"CHUNKS": chunks, "RESIDUAL": add, "ROWS": per_program, "EVEN": n % 128 == 0}
     common |= {"num_warps": warps, "enable_fp_fusion": False, **(PLAIN if per_program > 1 else HOPPER)}
@@ -218,6 +225,8 @@ def _rows(op: str, name: str, x: torch.Tensor, w: torch.Tensor) -> tuple[int, in
 def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     """x[…,n] bf16, w[n] bf16 → y[…,n] bf16, contiguous. The first dimension of x may lie apart."""
     rows, inner, stride = _rows("rms_norm", "x", x, w)
+    if x.is_contiguous():
+        inner, stride = 1, w.shape[0]  # no division for each row
     y = torch.empty(x.shape, dtype=BF16, device=x.device)
     if rows:
         _normalise(y, y, x, x, w, rows, inner, stride, eps, add=False)
