@@ -233,7 +233,7 @@ def _ranks() -> Iterator[Kernel]:
     yield _kernel(
         "rl_kernel.ops.tree_all_reduce.triton_trimmed", "trimmed_kernel",
         "*bf16 *fp32 *i64 *i32 i32:16 i32:16 i32 i32", 4, 1,
-        BLOCK=4096, LANES=128, SUMS=1 << 20, WHOLE=1 << 23, RESULTS=1 << 24, FLAGS=1 << 25,
+        BLOCK=2048, LANES=128, SUMS=1 << 20, WHOLE=1 << 23, RESULTS=1 << 24, FLAGS=1 << 25,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from rl_kernel.ops.tree_all_reduce.symmetric import ONE_SHOT_BLOCK, ONE_SHOT_WARPS, WARPS, Layout
+from rl_kernel.ops.tree_all_reduce.symmetric import FINER, ONE_SHOT_BLOCK, ONE_SHOT_WARPS, WARPS, Layout
 from rl_kernel.ops.tree_all_reduce.triton_symmetric import one_shot_kernel, two_shot_kernel
 from rl_kernel.ops.tree_all_reduce.triton_trimmed import trimmed_kernel
 
@@ -65,12 +65,13 @@ class Ranks:
         """partials[R,n] → what every rank gets [R,n]."""
         (ranks, n), layout, one_shot = partials.shape, self.layout, kind == "one shot"
         y = torch.empty((ranks, n), dtype=dtype, device="cuda")
-        part = triton.cdiv(n, 16 * ranks) * 16
-        programs = triton.cdiv(n, ONE_SHOT_BLOCK) if one_shot else min(PROGRAMS, triton.cdiv(part, layout.block))
+        finer = FINER if kind == "trimmed" else 1
+        part, block = triton.cdiv(n, 16 * ranks) * 16, layout.block // finer
+        programs = triton.cdiv(n, ONE_SHOT_BLOCK) if one_shot else min(finer * PROGRAMS, triton.cdiv(part, block))
         all_ranks_kernel[(programs, ranks)](
             y, partials, self.bases, self.shots if one_shot else self.turns, n, part,
-            triton.cdiv(part, programs * layout.block), late, 64,
-            RANKS=ranks, CAPACITY=layout.capacity, BLOCK=ONE_SHOT_BLOCK if one_shot else layout.block, SUMS=layout.sums,
+            triton.cdiv(part, programs * block), late, 64,
+            RANKS=ranks, CAPACITY=layout.capacity, BLOCK=ONE_SHOT_BLOCK if one_shot else block, SUMS=layout.sums,
             RESULTS=layout.results, WHOLE=layout.whole, FLAGS=layout.flags, LANES=32 * WARPS,
             FP32=dtype == torch.float32, KIND=kind,
             num_warps=ONE_SHOT_WARPS if one_shot else WARPS, num_stages=1, enable_fp_fusion=False,
@@ -79,7 +80,7 @@ class Ranks:
 
 
 def spread(n: int, rank: int, seed: int) -> torch.Tensor:
-    """fp32 as partials are, of which few are open where the wire has 22 bits; seven octaves apart and more, some."""
+    """fp32 as partials are, of which few are open where 22.5 bits travel; seven octaves apart and more, some."""
     x = normal(n, seed=seed * 64 + rank, dtype=torch.float32)
     return torch.where(x.abs() < 0.2, x * 0.004, x)
 

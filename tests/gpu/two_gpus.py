@@ -53,7 +53,7 @@ def sums_have_the_bits_of_the_reference(rank: int) -> None:
             want = expected_sum(n, seed, dtype)
             same_as_reference(tree_all_reduce(patterns(n, rank, seed), None, dtype), want, f"{n} values, {dtype}")
             same_as_reference(gathered(patterns(n, rank, seed), None, dtype), want, f"{n} values gathered, {dtype}")
-    # As layers have them: of random bits nearly all are asked for where 22 travel, of these few.
+    # As layers have them: of random bits nearly all are asked for where 22.5 travel, of these few.
     parts = [normal(1 << 23, seed=r, dtype=torch.float32) for r in range(RANKS)]
     want = law.narrow(law.tree_sum(np.stack([to_numpy(p) for p in parts])))
     same_as_reference(tree_all_reduce(parts[rank]), want, "partials of a normal distribution")

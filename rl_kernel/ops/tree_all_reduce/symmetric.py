@@ -23,7 +23,8 @@ ONE_SHOT = 1 << 17  # values up to which one shot may serve, by two ranks
 ONE_SHOT_BLOCK, ONE_SHOT_WARPS = 512, 4
 BLOCK, WARPS = 4096, 4  # values of a chunk of two shots, by two ranks
 PROGRAMS_PER_PROCESSOR = 4
-TRIMMED = 1 << 22  # values from which two ranks that want bf16 send 22 bits of 32, and ask for the rest where it counts
+FINER = 2  # trimmed, so many times the programs, with chunks as many times smaller
+TRIMMED = 1 << 21  # values from which two ranks that want bf16 send 22.5 bits of 32, and ask for the rest if it counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,13 @@ class Layout:
 
     @property
     def flags(self) -> int:
-        """Start of the flags, int32[programs, ranks]."""
+        """Start of the flags, int32[FINER * programs, ranks]."""
         return self.results + self._slots
 
     @property
     def size(self) -> int:
         """All of it."""
-        return self.flags + self.programs * self.ranks * 4
+        return self.flags + FINER * self.programs * self.ranks * 4
 
     @property
     def _slots(self) -> int:
@@ -92,7 +93,7 @@ class Peers:
         """Counters start at zero, as all memory of the group must."""
         bases = torch.tensor(addresses, dtype=torch.int64, device=device)
         shots = torch.zeros(layout.capacity // ONE_SHOT_BLOCK, dtype=torch.int32, device=device)
-        turns = torch.zeros(layout.programs, dtype=torch.int32, device=device)
+        turns = torch.zeros(FINER * layout.programs, dtype=torch.int32, device=device)
         return cls(layout, rank, bases, shots, turns, owned)
 
     def all_reduce(self, partial: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -106,26 +107,24 @@ class Peers:
                 num_warps=ONE_SHOT_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
         elif n:
-            part = cdiv(n, 16 * ranks) * 16
-            block = self.layout.block
-            programs = min(cdiv(part, block), self.layout.programs)
-            arguments = (
-                y, partial, self.bases, self.turns, n, part, cdiv(part, programs * block), self.rank
-            )  # fmt: skip
+            trimmed = ranks == 2 and not fp32 and n >= TRIMMED
+            finer = FINER if trimmed else 1
+            part, block = cdiv(n, 16 * ranks) * 16, self.layout.block // finer
+            programs = min(cdiv(part, block), finer * self.layout.programs)
+            arguments = (y, partial, self.bases, self.turns, n, part, cdiv(part, programs * block), self.rank)
             where = {"SUMS": self.layout.sums, "RESULTS": self.layout.results, "FLAGS": self.layout.flags}
-            how = {"num_warps": WARPS, "num_stages": 1, "maxnreg": _registers(), "enable_fp_fusion": False}
-            if ranks == 2 and not fp32 and n >= TRIMMED:
-                trimmed_kernel[(programs,)](
-                    *arguments, BLOCK=block, LANES=32 * WARPS, WHOLE=self.layout.whole, **where, **how
-                )
+            how = {"num_warps": WARPS, "num_stages": 1, "maxnreg": _registers(finer), "enable_fp_fusion": False}
+            if trimmed:
+                how |= {"LANES": 32 * WARPS, "WHOLE": self.layout.whole}
+                trimmed_kernel[(programs,)](*arguments, BLOCK=block, **where, **how)
             else:
                 two_shot_kernel[(programs,)](*arguments, RANKS=ranks, BLOCK=block, FP32=fp32, **where, **how)
         return y
 
 
-def _registers() -> int:
+def _registers(finer: int) -> int:
     """The most a thread may have for all programs to be on the device together, since they wait for each other."""
-    return 65536 // (PROGRAMS_PER_PROCESSOR * WARPS * 32) // 8 * 8
+    return 65536 // (finer * PROGRAMS_PER_PROCESSOR * WARPS * 32) // 8 * 8
 
 
 _peers: "WeakKeyDictionary[dist.ProcessGroup, Peers | None]" = WeakKeyDictionary()

@@ -1,8 +1,9 @@
-"""Two shots between two ranks with 22 of a partial's 32 bits on the wire, bf16 out; the bits of `two_shot_kernel`.
+"""Two shots between two ranks with 22.5 of a partial's 32 bits on the wire, bf16 out; the bits of `two_shot_kernel`.
 
-Sixteen values share an exponent, E, the largest of them. Of each travel its sign and 20 bits: as a float's would, three
-of exponent (seven octaves below E) and 17 of mantissa; below those octaves a multiple of the last octave's step. So the
-owner of a value knows both ends, low and high, of what the peer's partial p can be: |low| <= |p| <= |high|, one sign.
+Sixteen values share an exponent, E, the largest of them. Of each travel its sign and 21 bits: as a float's would, three
+of exponent (seven octaves from E down) and 18 of mantissa; below those octaves a multiple of the last octave's step. So
+the owner of a value knows both ends, low and high, of what the peer's partial p can be: |low| <= |p| <= |high|, one
+sign.
 
 Why that is enough. Order the floats that are no NaN as numbers, -0 before +0. Then p -> own + p keeps that order: the
 exact sums do, rounding to nearest does, and where the exact sum is 0 its sign is - only for (-0) + (-0), the least of
@@ -12,8 +13,8 @@ between do, p's among them. Where they differ, or E is that of infinities and Na
 read whole from the peer's memory, a quad at a time, and added. A `high` past the largest float is +-inf, which only
 widens the interval. Subnormals are not special: steps below 2^-126 are subnormal numbers, exact, never flushed.
 
-Of normally distributed values one in 360 is open, and each costs the wire about 100 bytes. Four neighbouring values are
-a quad, four quads a lane's sixteen: 11 words. n values.
+Of normally distributed values one in 700 is open, and each costs the wire about 100 bytes. Four neighbouring values are
+a quad, four quads a lane's sixteen: 11 words and a byte. n values.
 """
 
 import triton
@@ -51,13 +52,13 @@ def _base(exponent):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _code(x, base):  # type: ignore[no-untyped-def]
-    """The sign and 20 bits of the magnitude, in one int of 21 bits, of the bits x of a finite fp32."""
+    """The sign and 21 bits of the magnitude, in one int of 22 bits, of the bits x of a finite fp32."""
     size = x & 0x7FFFFFFF
     exponent = size >> 23
     whole = (size & 0x7FFFFF) | (tl.minimum(exponent, 1) << 23)
-    small = whole >> tl.minimum(base + 7 - tl.maximum(exponent, 1), 31)
-    code = tl.where(exponent > base, (size - (base << 23)) >> 6, small)
-    return code | ((x >> 11) & 0x100000)
+    small = whole >> tl.minimum(base + 6 - tl.maximum(exponent, 1), 31)
+    code = tl.where(exponent > base, (size - (base << 23)) >> 5, small)
+    return code | ((x >> 10) & 0x200000)
 
 
 @triton.jit
@@ -69,43 +70,43 @@ def _steps(count, step):  # type: ignore[no-untyped-def]
 @triton.jit
 def _ends(code, base, step):  # type: ignore[no-untyped-def]
     """What `_code` leaves open: the value with the least magnitude that it may be of, and the one with the largest."""
-    size = code & 0xFFFFF
-    sign = (code << 11) & -2147483648
-    own_exponent = size >= 1 << 17
-    low = (size << 6) + (base << 23)
-    high = tl.where(own_exponent, low | 63, _steps(size + 1, step))
+    size = code & 0x1FFFFF
+    sign = (code << 10) & -2147483648
+    own_exponent = size >= 1 << 18
+    low = (size << 5) + (base << 23)
+    high = tl.where(own_exponent, low | 31, _steps(size + 1, step))
     low = tl.where(own_exponent, low, _steps(size, step))
     return (low | sign).to(tl.float32, bitcast=True), (high | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _step(base):  # type: ignore[no-untyped-def]
-    """2^(base - 143), of what has no exponent of its own."""
-    return tl.where(base > 16, (base - 16) << 23, 1 << tl.minimum(base + 6, 22)).to(tl.float32, bitcast=True)
+    """2^(base - 144), of what has no exponent of its own."""
+    return tl.where(base > 17, (base - 17) << 23, 1 << tl.minimum(base + 5, 22)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _words(x):  # type: ignore[no-untyped-def]
-    """The bits x, four quads a lane → two words a quad and three a lane."""
+    """The bits x, four quads a lane → two words a quad, three a lane, and the exponent."""
     a, b, c, d = x
     largest = tl.maximum(tl.maximum(a & 0x7FFFFFFF, b & 0x7FFFFFFF), tl.maximum(c & 0x7FFFFFFF, d & 0x7FFFFFFF))
     x0, x1, x2, x3 = _four(largest)
     exponent = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)) >> 23
     base = _base(exponent)[:, None]
     a, b, c, d = _code(a, base), _code(b, base), _code(c, base), _code(d, base)
-    w0, w1 = ((a >> 5) << 16) | (b >> 5), ((c >> 5) << 16) | (d >> 5)
-    x0, x1, x2, x3 = _four((a & 31) | ((b & 31) << 5) | ((c & 31) << 10) | ((d & 31) << 15))
-    return w0, w1, x0 | (exponent << 20) | (x3 << 28), x1 | ((x3 & 0xFF0) << 16), x2 | ((x3 & 0xFF000) << 8)
+    w0, w1 = ((a >> 6) << 16) | (b >> 6), ((c >> 6) << 16) | (d >> 6)
+    x0, x1, x2, x3 = _four((a & 63) | ((b & 63) << 6) | ((c & 63) << 12) | ((d & 63) << 18))
+    return w0, w1, x0 | (x3 << 24), x1 | ((x3 >> 8) << 24), x2 | ((x3 >> 16) << 24), exponent
 
 
 @triton.jit
 def _codes(w0, w1, t0, t1, t2):  # type: ignore[no-untyped-def]
-    """What `_words` made → the four codes, the exponent."""
-    x3 = ((t0 >> 28) & 15) | ((t1 >> 16) & 0xFF0) | ((t2 >> 8) & 0xFF000)
+    """The words that `_words` made → the four codes."""
+    x3 = ((t0 >> 24) & 0xFF) | ((t1 >> 16) & 0xFF00) | ((t2 >> 8) & 0xFF0000)
     x = tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, x3)), w0.shape)
-    a, b = ((w0 >> 11) & 0x1FFFE0) | (x & 31), ((w0 << 5) & 0x1FFFE0) | ((x >> 5) & 31)
-    c, d = ((w1 >> 11) & 0x1FFFE0) | ((x >> 10) & 31), ((w1 << 5) & 0x1FFFE0) | ((x >> 15) & 31)
-    return (a, b, c, d), (t0 >> 20) & 0xFF
+    a, b = ((w0 >> 10) & 0x3FFFC0) | (x & 63), ((w0 << 6) & 0x3FFFC0) | ((x >> 6) & 63)
+    c, d = ((w1 >> 10) & 0x3FFFC0) | ((x >> 12) & 63), ((w1 << 6) & 0x3FFFC0) | ((x >> 18) & 63)
+    return a, b, c, d
 
 
 @triton.jit
@@ -142,17 +143,24 @@ def _store(y, i, r0, r1, here):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _bytes(words, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the exponents lie, behind the words of a step."""
+    return (words + 2 * STEP + 3 * (STEP // 4)).to(tl.pointer_type(tl.int8))
+
+
+@triton.jit
 def _push(partial, i, here, to, keep, local, word, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the partials i their 22 bits to the peer's slot, and all bits where the peer can read them."""
+    """Of the partials i their 22.5 bits to the peer's slot, and all bits where the peer can read them."""
     x = tl.load(partial + i, mask=here, other=0.0)
     tl.store(keep + local, x)
-    w0, w1, t0, t1, t2 = _words(_quads(x))
+    w0, w1, t0, t1, t2, exponent = _words(_quads(x))
     lane = tl.arange(0, word.shape[0])
     tl.store(to + word, w0)
     tl.store(to + STEP + word, w1)
     tl.store(to + 2 * STEP + lane, t0)
     tl.store(to + 2 * STEP + STEP // 4 + lane, t1)
     tl.store(to + 2 * STEP + STEP // 2 + lane, t2)
+    tl.store(_bytes(to, STEP) + lane, exponent.to(tl.int8))
 
 
 @triton.jit
@@ -164,8 +172,8 @@ def _add(y, partial, i, here, came, kept, to, local, word, STEP: tl.constexpr): 
     t0 = tl.load(came + 2 * STEP + lane, cache_modifier=".cg")
     t1 = tl.load(came + 2 * STEP + STEP // 4 + lane, cache_modifier=".cg")
     t2 = tl.load(came + 2 * STEP + STEP // 2 + lane, cache_modifier=".cg")
-    codes, exponent = _codes(w0, w1, t0, t1, t2)
-    r0, r1, opened = _sums(own, codes, exponent)
+    exponent = tl.load(_bytes(came, STEP) + lane, cache_modifier=".cg").to(tl.int32) & 0xFF
+    r0, r1, opened = _sums(own, _codes(w0, w1, t0, t1, t2), exponent)
     whole = tl.load(kept + local, mask=opened[:, :, None], other=0.0, volatile=True)
     tl.store(to + word, r0)
     tl.store(to + STEP + word, r1)
@@ -215,7 +223,7 @@ def trimmed_kernel(
     program, programs, peer = tl.program_id(0), tl.num_programs(0), 1 - rank
     STEP: tl.constexpr = 4 * LANES  # quads at a time
     STEPS: tl.constexpr = BLOCK // (4 * STEP)
-    ROOM: tl.constexpr = 11 * LANES  # words of a step on the wire
+    ROOM: tl.constexpr = 11 * LANES + LANES // 4  # words of a step on the wire
     lane, four = tl.arange(0, LANES), tl.arange(0, 4)
     # Of a step: the values of a lane's quads, and the place of a quad in a slot.
     values = lane[:, None, None] * 4 + four[None, :, None] * STEP + four[None, None, :]
