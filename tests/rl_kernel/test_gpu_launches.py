@@ -55,15 +55,17 @@ def test_regions_of_the_memory_that_ranks_share_lie_one_after_another(ranks: int
     words = 2 * ranks * layout.capacity * 8
     slots = 264 * 4 * ranks * layout.block * 4
     assert (layout.sums, layout.results, layout.flags) == (words, words + slots, words + 2 * slots)
-    assert layout.size == layout.flags + 264 * ranks * 4
+    assert layout.whole == words + slots // 2
+    assert layout.size == layout.flags + symmetric.FINER * 264 * ranks * 4
     assert all(start % 16 == 0 for start in (layout.sums, layout.results, layout.flags))
     assert layout.capacity % symmetric.ONE_SHOT_BLOCK == 0
     assert layout.block * ranks == 2 * symmetric.BLOCK
 
 
-def test_all_programs_of_an_all_reduce_are_on_the_device_together() -> None:
-    threads = symmetric.PROGRAMS_PER_PROCESSOR * symmetric.WARPS * 32
-    assert threads * symmetric._registers() <= REGISTERS
+@pytest.mark.parametrize("finer", [1, symmetric.FINER])
+def test_all_programs_of_an_all_reduce_are_on_the_device_together(finer: int) -> None:
+    threads = finer * symmetric.PROGRAMS_PER_PROCESSOR * symmetric.WARPS * 32
+    assert threads * symmetric._registers(finer) <= REGISTERS
     assert threads <= 2048
     # One shot has no turns, but its programs wait as well: on 78 multiprocessors, the fewest of a Hopper device.
     per_processor = -(-symmetric.ONE_SHOT // symmetric.ONE_SHOT_BLOCK // 78)
