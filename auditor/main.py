@@ -201,13 +201,13 @@ class Auditor:
         if weights is None:
             return False
         weights.open().versions()  # a place that cannot be read fails the start and not the first mismatch
-        hire, told = find(config.recompute_pool, config.recompute_idle), self._metrics.count_worker_end
+        pool, idle, told = config.recompute_pool, config.recompute_idle, self._metrics.count_worker_end
         waits, limit, seconds = config.recompute_retry_s, config.recompute_timeout_s, config.diagnose_seconds
         verdicts = (config.recompute_workers, self._queue, Patience(limit, waits), self._load, self._conclude)
         # A search recomputes the sample first, and then has its seconds for each side.
         causes = (1, self._searches, Patience(limit + 2 * seconds, waits), self._load, self._explain)
-        self._parts.callback(RecomputePool(weights, hire, *verdicts, told).close)
-        self._parts.callback(RecomputePool(weights, hire, *causes, told, seconds).close)
+        self._parts.callback(RecomputePool(weights, find(pool, idle), *verdicts, told).close)
+        self._parts.callback(RecomputePool(weights, find(pool, idle, beside=True), *causes, told, seconds).close)
         return True
 
     def _load(self, key: SampleKey) -> tuple[RolloutRecord, TrainerRecord]:

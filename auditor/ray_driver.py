@@ -80,7 +80,7 @@ def serve(ray: Any, weights: str, reply: Reply) -> None:
             continue
         if request["do"] == "hire":
             # Restarts are the pool's: it counts them, and gives a sample up after three.
-            actors[which] = ray.remote(num_cpus=1, max_restarts=0)(Answerer).remote(weights)
+            actors[which] = ray.remote(num_cpus=request["cores"], max_restarts=0)(Answerer).remote(weights)
             said = actors[which].there.remote()
         elif which in actors:
             said = actors[which].answer.remote(request["job"], body)

@@ -104,11 +104,11 @@ class Driver:
 
 
 class RayWorker:
-    """One actor on the cluster."""
+    """One actor on the cluster. cores: that it takes of those that the cluster gives out."""
 
-    def __init__(self, driver: Driver, actor: int) -> None:
+    def __init__(self, driver: Driver, actor: int, cores: int) -> None:
         self._driver, self._actor = driver, actor
-        self._there = driver.ask(actor, {"do": "hire"})
+        self._there = driver.ask(actor, {"do": "hire", "cores": cores})
 
     def wait(self, seconds: float) -> bool:
         """Whether the cluster finds a core for it within that time."""
@@ -142,13 +142,18 @@ _actors = itertools.count()
 _users: dict[Driver, set[int]] = {}
 
 
-def hire(weights: WeightsPlace) -> RayWorker:
+def hire(weights: WeightsPlace, cores: int = 1) -> RayWorker:
     """A worker on the cluster, joined on first use; ConfigError where there is none."""
     with _hiring:
         driver = next((driver for driver in _users if not driver.gone), None) or Driver(weights)
         actor = next(_actors)
         _users.setdefault(driver, set()).add(actor)
-    return RayWorker(driver, actor)
+    return RayWorker(driver, actor, cores)
+
+
+def hire_beside(weights: WeightsPlace) -> RayWorker:
+    """One for searches, which must not want a core more than the verdicts' workers have, nor keep one from them."""
+    return hire(weights, cores=0)
 
 
 def _answered(answer: Answer) -> Answer:

@@ -73,13 +73,18 @@ class ProcessWorker:
                 continue  # what it still held was for a process that is gone
 
 
-def find(name: str, idle: bool = False) -> Hire:
-    """`process`, `ray`, or MODULE:NAME of a function that takes a `WeightsPlace` and returns a Worker."""
+def find(name: str, idle: bool = False, beside: bool = False) -> Hire:
+    """`process`, `ray`, or MODULE:NAME of a function that takes a `WeightsPlace` and returns a Worker.
+
+    idle: see `ProcessWorker`. beside: for what is not waited for, beside workers that are.
+    """
     if name == "process":
         return partial(ProcessWorker, idle=True) if idle else ProcessWorker
     if idle:
         raise ConfigError(f"recompute_idle is for recompute_pool process, not {name}")
-    module, _, attribute = {"ray": "auditor.ray_workers:hire"}.get(name, name).partition(":")
+    module, _, attribute = {"ray": f"auditor.ray_workers:{'hire_beside' if beside else 'hire'}"}.get(
+        name, name
+    ).partition(":")
     try:
         hire: Hire = getattr(importlib.import_module(module), attribute)
         if not callable(hire):

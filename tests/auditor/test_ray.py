@@ -120,13 +120,17 @@ def test_while_a_cluster_has_no_core_free_samples_wait(cluster: Cluster, weights
 def test_the_auditor_outlives_its_cluster_and_uses_the_next_one(
     cluster: Cluster, weights_root: Path, tmp_path: Path
 ) -> None:
-    """Ray ends the process that it is in a minute after its cluster has gone."""
+    """Ray ends the process that it is in a minute after its cluster has gone. A search wants none of its one core."""
+    cluster.cores = 1
     cluster.start()
     flags = ("--weights-root", str(weights_root), "--recompute-pool", "ray")
     with running_auditor(tmp_path / "a", *flags) as auditor:
         rollout, trainer = true_pair(weights_root, "0")
         send(auditor, one_ulp_off(rollout), trainer)
         auditor.wait_for("/api/v1/runs/run", lambda r: r["by_reference"] == {"done": 1}, 90)
+        path = "/api/v1/runs/run/samples/0/0"
+        searched = auditor.wait_for(path, lambda sample: sample["judgement"]["cause"] != "searching", 90)
+        assert searched["judgement"]["causes"]
         (driver,) = workers_of(auditor)
         cluster.end()
         deadline = time.monotonic() + 120
