@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from rich.console import Console
+from rich.progress import track
+
 from auditor.command import end
 from auditor.faults.blind_fifth import FIFTH_BLIND
 from auditor.faults.blind_fourth import FOURTH_BLIND
@@ -69,7 +72,10 @@ def main(arguments: list[str]) -> int:
         print(f"faults: {error}", file=sys.stderr)
         return 2
     found = []
-    for outcome in outcomes(LISTS[given.list], world, given.each, given.seconds):
+    said = Console(stderr=True)
+    judged = outcomes(LISTS[given.list], world, given.each, given.seconds)
+    total = len(LISTS[given.list]) * given.each
+    for outcome in track(judged, "broken samples", total, console=said, transient=True, disable=not said.is_terminal):
         found.append(outcome)
         if given.evidence:
             for cause, score, evidence in outcome.causes:
