@@ -115,7 +115,7 @@ def watched(folder: Path) -> Iterator[Watched]:
     reference = ("--weights-root", str(weights), "--recompute-rate", "0")
     retiring = ("--retain-days", "0.00001", "--retain-look-s", "0.5")
     haste = ("--pair-wait-s", "1", "--shown-runs", "1", "--shown-idle-s", "30")
-    haste += ("--recompute-queue", "1", "--recompute-timeout-s", "0.05")
+    haste += ("--recompute-queue", "1", "--recompute-timeout-s", "0.001")
     with (
         running_auditor(folder / "auditor", *reference, *retiring) as auditor,
         running_auditor(folder / "mortal") as mortal,
