@@ -27,11 +27,6 @@ def world() -> World:
     return World(None, seed=29)
 
 
-@pytest.fixture(scope="module")
-def sample(world: World) -> Drawn:
-    return world.draw(1, 24, 72)[0]
-
-
 def microscaled(x: F32) -> Any:
     """FP4, 32 neighbours of a row under a power of two, written down without the module that is tested."""
     groups = x.reshape(len(x), -1, 32)

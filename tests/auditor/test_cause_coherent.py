@@ -20,11 +20,6 @@ def world() -> World:
     return World(None, seed=37)
 
 
-@pytest.fixture(scope="module")
-def sample(world: World) -> Drawn:
-    return world.draw(1, 24, 72)[0]
-
-
 def test_a_matrix_that_lost_its_scale_is_found_to_the_bit(world: World, sample: Drawn) -> None:
     weights = world.decoder(sample.version).weights
     name = "model.layers.1.mlp.down_proj.weight"

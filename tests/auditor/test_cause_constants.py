@@ -19,11 +19,6 @@ def world() -> World:
     return World(None, seed=31)
 
 
-@pytest.fixture(scope="module")
-def sample(world: World) -> Drawn:
-    return world.draw(1, 24, 72)[0]
-
-
 def feed_forward_less(plain: Reference, block: Bits, stream: Bits) -> Bits:
     return plain.residual_add(to_bf16(from_bf16(block) * np.float32(0.85)), stream)
 

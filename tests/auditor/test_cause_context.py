@@ -35,12 +35,6 @@ def world() -> World:
     return World(None, seed=7)
 
 
-@pytest.fixture(scope="module")
-def sample(world: World) -> Drawn:
-    (drawn,) = world.draw(1, 24, 72)
-    return drawn
-
-
 def under(world: World, s: Drawn, mask: Mask, *layers: int) -> Logprobs:
     edit = Edit("attention", seeing(mask))
     return world.logprobs(edited(world.decoder(s.version), edit.at(*((at, 0) for at in layers)) if layers else edit), s)

@@ -54,12 +54,6 @@ def world() -> World:
     return World(None, seed=5)
 
 
-@pytest.fixture(scope="module")
-def sample(world: World) -> Drawn:
-    (drawn,) = world.draw(1, 24, 72)
-    return drawn
-
-
 def counting(world: World, sample: Drawn) -> tuple[Oracle, Counting]:
     oracle, purse = oracle_of(world, sample), Counting()
     oracle.purse = purse

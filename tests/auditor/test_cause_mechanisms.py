@@ -44,12 +44,6 @@ def world() -> World:
     return World(None, seed=5)
 
 
-@pytest.fixture(scope="module")
-def sample(world: World) -> Drawn:
-    (drawn,) = world.draw(1, 24, 72)
-    return drawn
-
-
 def changed(world: World, sample: Drawn, change: Callable[[str, Bits, Bits], Bits], version: int) -> Logprobs:
     """Under weights made of the sample's own and another version's, tensor by tensor."""
     own, other = world.decoder(sample.version).weights, world.decoder(version).weights

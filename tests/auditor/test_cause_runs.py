@@ -22,11 +22,6 @@ def world() -> World:
     return World(None, seed=23)
 
 
-@pytest.fixture(scope="module")
-def sample(world: World) -> Drawn:
-    return world.draw(1, 24, 72)[0]
-
-
 def rows_of_ranks(ranks: int, first: int, last: int) -> Old:
     """Every tensor is cut along its rows, as by FSDP, norms and down projections, too."""
 

@@ -29,11 +29,6 @@ def world() -> World:
     return World(None, seed=17)
 
 
-@pytest.fixture(scope="module")
-def sample(world: World) -> Drawn:
-    return world.draw(1, 24, 72)[0]
-
-
 def under(world: World, sample: Drawn, change: Change) -> Logprobs:
     weights = world.decoder(sample.version).weights
     return world.logprobs(world.with_weights({n: change(n, w) for n, w in weights.items()}), sample)
