@@ -5,6 +5,7 @@ common hypotheses before any comes to its rare ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
 from threading import Semaphore, Thread
 
 from auditor.causes.evidence import Suggestion
@@ -56,7 +57,9 @@ class _Turns:
         """Until its turn is over, or it is done; whether nothing more may be spent."""
         if not self.begun:
             self.begun = True
-            Thread(target=self._run, name=f"causes: {self.name}", daemon=True).start()
+            # As here: NumPy's errstate is of a context, and a thread has one of its own.
+            run = copy_context().run
+            Thread(target=run, args=(self._run,), name=f"causes: {self.name}", daemon=True).start()
         with self._purse.turn(self._pause, self._long):
             self._mine.release()
             self._others.acquire()

@@ -116,3 +116,15 @@ def test_where_time_ends_the_fall_back_says_what_was_not_tried(world: World) -> 
     suggestions = diagnose(evidence_of(world, sample, wrong + random.normal(0, 0.01, 40).astype(np.float32)), oracle)
     assert any("searches began" in suggestion.evidence for suggestion in suggestions)
     assert any("one more token" in suggestion.evidence for suggestion in suggestions)
+
+
+def test_what_overflows_in_a_search_is_treated_as_where_the_searches_were_begun() -> None:
+    def overflows() -> Iterator[Suggestion]:
+        yield Suggestion("a", float(np.float32(3e38) * np.float32(10)), "")
+
+    with np.errstate(over="raise"), pytest.raises(FloatingPointError):
+        in_turns([("a", overflows, 1.0)], Purse(FORWARDS, math.inf), [], never)
+    found = list[Suggestion]()
+    with np.errstate(over="ignore"):
+        in_turns([("a", overflows, 1.0)], Purse(FORWARDS, math.inf), found, never)
+    assert found[0].score == math.inf
