@@ -72,7 +72,8 @@ class AuditClient:
 
     address: host:port of the auditor's gRPC. spool_dir: may be shared between clients. queue_size, queue_bytes: of what
     waits in memory. token: bearer token, where the auditor asks for one, or a function that gives the one in force.
-    credentials: for TLS; None speaks plain text. ConfigError: a bound below 0, a token that no call carries.
+    credentials: for TLS; None speaks plain text. spool_name: what logs call the folder instead of its path.
+    ConfigError: a bound below 0, a token that no call carries.
     """
 
     def __init__(
@@ -86,12 +87,14 @@ class AuditClient:
         token: str | Callable[[], str | None] | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         spool_limit_bytes: int = 1 << 30,
+        spool_name: str = "",
     ) -> None:
         if isinstance(token, str) and token:
             bearer(token)
         self.run_id = run_id
         self._queue = Outbox(queue_size, queue_bytes)
         self._spool = Spool(Path(spool_dir), spool_limit_bytes)
+        self._spool_name = spool_name or str(spool_dir)
         self._token = token if callable(token) else lambda: token
         self._channel = (
             grpc.secure_channel(address, credentials, _CHANNEL_OPTIONS)
@@ -159,7 +162,7 @@ class AuditClient:
                 "audit of run %s is incomplete: %d records wait in %s, %d were dropped, %d were refused",
                 self.run_id,
                 counts.spooled,
-                self._spool.folder,
+                self._spool_name,
                 counts.dropped,
                 counts.refused,
             )
@@ -216,7 +219,7 @@ class AuditClient:
         try:
             return self._replay()
         except Exception:
-            log.exception("%s could not be read; it is tried again", self._spool.folder)
+            log.exception("%s could not be read; it is tried again", self._spool_name)
             self._away_until = time.monotonic() + _RETRY_S
             return False
 
@@ -298,7 +301,7 @@ class AuditClient:
                     self._address,
                     call.code(),
                     call.details(),
-                    self._spool.folder,
+                    self._spool_name,
                 )
             self._away = True
             return False
@@ -366,7 +369,7 @@ class AuditClient:
             stored, reason = False, str(error)
         if not stored:
             self._count(dropped=records)
-            log.warning("%d records dropped, %s: %s", records, self._spool.folder, reason)
+            log.warning("%d records dropped, %s: %s", records, self._spool_name, reason)
 
     def _count(self, accepted: int = 0, duplicate: int = 0, refused: int = 0, dropped: int = 0) -> None:
         with self._changed:

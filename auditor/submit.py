@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -22,6 +22,9 @@ from auditor.command import end
 from auditor.dumps import read_dump
 from auditor.errors import AuditorError, ConfigError
 from auditor.records import RolloutRecord
+
+# What a dump's client puts aside: a log that named the folder would name one that is gone.
+_FOR_NOW: Final = "a temporary folder that goes when this command ends"
 
 
 def main(arguments: list[str]) -> int:
@@ -67,7 +70,7 @@ def _send_dump(given: argparse.Namespace) -> Counts:
         raise ConfigError(f"--run is needed for a dump such as {given.file}: the run_id of its records")
     defaults = _defaults(given.defaults, given.run)
     with tempfile.TemporaryDirectory() as spool:
-        client = _client(given, given.run, Path(spool))
+        client = _client(given, given.run, Path(spool), _FOR_NOW)
         try:
             error = _hand_in(client, given.file, defaults)
             counts = client.close(given.timeout)
@@ -93,7 +96,7 @@ def _hand_in(client: AuditClient, dump: Path, defaults: dict[str, Any]) -> Audit
     return None
 
 
-def _client(given: argparse.Namespace, run: str, spool: Path) -> AuditClient:
+def _client(given: argparse.Namespace, run: str, spool: Path, spool_name: str = "") -> AuditClient:
     host, _, port = given.address.rpartition(":")
     if not host or "://" in host or not (port.isascii() and port.isdigit()):
         raise ConfigError(f"--address {given.address!r} is no host:port, such as 127.0.0.1:50051")
@@ -106,7 +109,13 @@ def _client(given: argparse.Namespace, run: str, spool: Path) -> AuditClient:
     if (given.tls_certificate is None) != (given.tls_key is None):
         raise ConfigError("--tls-certificate and --tls-key are given together or not at all")
     return AuditClient(
-        given.address, run, spool_dir=spool, queue_size=1 << 20, token=_token(given.token_file), credentials=credentials
+        given.address,
+        run,
+        spool_dir=spool,
+        queue_size=1 << 20,
+        token=_token(given.token_file),
+        credentials=credentials,
+        spool_name=spool_name,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,15 @@ def test_what_a_client_that_ended_left_on_disk_is_delivered_by_a_command(tmp_pat
         assert auditor.get("/api/v1/runs/run")["by_verdict"] == {"match": 3}
         again = run("auditor.submit", str(spool), "--address", auditor.grpc)
         assert (again.returncode, again.stderr) == (2, f"submit: {spool} holds no batch of a client's spool\n")
+
+
+def test_what_is_not_delivered_is_said_to_wait_nowhere_that_is_gone_when_one_looks(tmp_path: Path) -> None:
+    file = dump(tmp_path / "d.jsonl", 1)
+    done = run("auditor.submit", str(file), "--address", "127.0.0.1:9", "--run", "r", "--timeout", "0.2")
+    assert done.returncode == 1
+    assert "not delivered 2: send it again, what was taken is not counted twice" in done.stdout
+    assert "2 records wait in a temporary folder that goes when this command ends" in done.stderr
+    assert [path for path in re.findall(r"/[\w./-]+", done.stderr) if "tmp" in path] == []
 
 
 def test_a_dump_needs_the_name_of_its_run(tmp_path: Path) -> None:
