@@ -208,7 +208,7 @@ def tree_sum(parts: F32) -> F32:
 
 def narrow(x: npt.NDArray[Any]) -> Bits:
     """Round fp32 to bf16 bit patterns, to nearest even; NaN becomes 0x7fc0."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)  # of these, only a NaN's can overflow
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
 
