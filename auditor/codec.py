@@ -12,6 +12,8 @@ from auditor.records import Environment, Layout, Positions, Record, RolloutRecor
 _LOGPROB_BITS = pb.Common.LOGPROB_BITS_FIELD_NUMBER
 _ROLLOUT_TOKENS = pb.RolloutRecord.TOKENS_FIELD_NUMBER
 _TRAINER_TOKENS = pb.TrainerRecord.TOKENS_FIELD_NUMBER
+_POSITION_IDS = pb.Positions.IDS_FIELD_NUMBER
+_FIRST_KEYS = pb.Positions.FIRST_KEYS_FIELD_NUMBER
 
 
 def to_wire(record: Record) -> pb.Record:
@@ -65,7 +67,7 @@ def decode(payload: bytes) -> Record:
 
 
 def _common(record: Record, source_id: str) -> pb.Common:
-    sampling, layout, positions = record.sampling, record.layout, record.positions
+    sampling, layout = record.sampling, record.layout
     common = pb.Common(
         run_id=record.run_id,
         step=record.step,
@@ -94,9 +96,7 @@ def _common(record: Record, source_id: str) -> pb.Common:
             padded_vocab_size=layout.padded_vocab_size,
             vocab_shards=layout.vocab_shards,
         ),
-        positions=pb.Positions(
-            rope_digest=positions.rope_digest, offset=positions.offset, attention=positions.attention
-        ),
+        positions=_from_positions(record.positions),
         layer_digests=record.layer_digests,
     )
     experts = record.routed_experts
@@ -123,7 +123,7 @@ def _fields(common: pb.Common) -> dict[str, Any]:
         "contract_digest": common.contract_digest,
         "environment": Environment(common.environment.arch, common.environment.mma, common.environment.digest),
         "layout": _layout(common.layout),
-        "positions": Positions(common.positions.rope_digest, common.positions.offset, common.positions.attention),
+        "positions": _positions(common.positions),
         "layer_digests": tuple(common.layer_digests),
         "routed_experts": _experts(common),
     }
@@ -147,6 +147,36 @@ def _layout(message: pb.Layout) -> Layout:
         vocab_size=message.vocab_size,
         padded_vocab_size=message.padded_vocab_size,
         vocab_shards=tuple(message.vocab_shards),
+    )
+
+
+def _from_positions(positions: Positions) -> pb.Positions:
+    message = pb.Positions(
+        rope_digest=positions.rope_digest,
+        offset=positions.offset,
+        attention=positions.attention,
+        ids_digest=positions.ids_digest,
+        window=positions.window,
+        left_padding=positions.left_padding,
+        padding_seen=positions.padding_seen,
+    )
+    for number, array in ((_POSITION_IDS, positions.ids), (_FIRST_KEYS, positions.first_keys)):
+        if array is not None:
+            message.MergeFromString(_packed(number, array))
+    return message
+
+
+def _positions(message: pb.Positions) -> Positions:
+    return Positions(
+        message.rope_digest,
+        message.offset,
+        message.attention,
+        ids=np.asarray(message.ids, dtype=np.uint32) if len(message.ids) else None,
+        ids_digest=message.ids_digest,
+        window=message.window,
+        first_keys=np.asarray(message.first_keys, dtype=np.uint32) if len(message.first_keys) else None,
+        left_padding=message.left_padding,
+        padding_seen=message.padding_seen,
     )
 
 

@@ -2,9 +2,10 @@
 
 import operator
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from auditor.errors import RecordError
 
@@ -63,6 +64,28 @@ def one_text(name: str, value: object) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise RecordError(f"{name} is {value!r}, which cannot be written as UTF-8") from None
+
+
+def as_array(name: str, value: npt.ArrayLike, dtype: type[np.generic], ndim: int) -> npt.NDArray[Any]:
+    """An array of one dtype and so many axes; ids of any whole numbers that it holds."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of two lengths; a tensor of bf16, or with a gradient
+        raise RecordError(f"{name} is no array: {error}") from None
+    if array.ndim != ndim:
+        raise RecordError(f"{name} has shape {list(array.shape)}; it needs {ndim} dimension{'s' * (ndim > 1)}")
+    wanted = np.dtype(dtype)
+    if array.dtype == wanted:
+        return np.ascontiguousarray(array)
+    if wanted.kind == "u" and array.dtype.kind in "iu":
+        if array.size and (int(array.min()) < 0 or int(array.max()) > np.iinfo(wanted).max):
+            raise RecordError(
+                f"{name} holds {int(array.min())}..{int(array.max())}; ids lie in 0..{np.iinfo(wanted).max}"
+            )
+        return array.astype(wanted)
+    if array.size == 0:
+        return array.astype(wanted)
+    raise RecordError(f"{name} is {array.dtype}; it must be {wanted}, converted by the side that computed it")
 
 
 def _index(name: str, value: object) -> int:

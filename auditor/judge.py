@@ -21,6 +21,13 @@ _NEVER_CAME: Final = "never came"
 SEARCHING: Final = "searching"
 UNDIAGNOSED: Final = "undiagnosed"
 UNKNOWN: Final = "unknown"
+# What a failed precondition suggests, by its field, which may name a token.
+_CAUSES_OF_POSITIONS: Final = {
+    "positions.ids": "position_offset",
+    "positions.ids_digest": "position_offset",
+    "positions.first_keys": "attention_mask",
+    "positions.left_padding": "attention_mask",
+}
 
 
 class Verdict(StrEnum):
@@ -221,6 +228,8 @@ def given_up(waiting: Judgement) -> Judgement:
 
 def _not_comparable(failure: NotComparable, rollout: RolloutRecord, trainer: TrainerRecord) -> Judgement:
     suggestion = cause_of_failure(failure, rollout, trainer)
+    cause = _CAUSES_OF_POSITIONS.get(failure.field.partition("[")[0], suggestion.cause)
+    suggestion = replace(suggestion, cause=cause)
     return Judgement(
         Verdict.NOT_COMPARABLE,
         cause=suggestion.cause,

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from auditor.positions import differences
 from auditor.records import Layout, RolloutRecord, TrainerRecord
 from rl_kernel.contract import ModelContract
 
@@ -73,10 +74,7 @@ def _inputs(rollout: RolloutRecord, trainer: TrainerRecord, _: Contracts) -> Ite
 
 
 def _positions(rollout: RolloutRecord, trainer: TrainerRecord, _: Contracts) -> Iterator[Pair]:
-    left, right = rollout.positions, trainer.positions
-    yield from _differ("positions.offset", left.offset, right.offset)
-    yield from _differ("positions.rope_digest", left.rope_digest, right.rope_digest)
-    yield from _differ("positions.attention", left.attention, right.attention)
+    return differences(rollout.positions, trainer.positions, len(rollout.tokens))
 
 
 def _logical_state(rollout: RolloutRecord, trainer: TrainerRecord, contracts: Contracts) -> Iterator[Pair]:

@@ -10,17 +10,20 @@ import os
 import signal
 import sys
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.sample import Weights, diagnose_sample
+from auditor.causes.table import diagnose, ranked
 from auditor.codec import decode
 from auditor.compare import Logprobs
 from auditor.contracts import known_contracts
 from auditor.errors import RecomputeError
 from auditor.frames import read_frame, write_frame
 from auditor.judge import ReferenceLogprobs
+from auditor.positions import CAUSAL, I64, Positions, first_keys_of, ids_of, pads_seen
 from auditor.records import Record, RolloutRecord, TrainerRecord
 from auditor.weights_place import WeightsPlace, WeightsStore
 from rl_kernel.errors import ModelError, RlKernelError
@@ -108,9 +111,14 @@ def answer(models: Models, job: dict[str, Any], body: bytes) -> tuple[dict[str, 
 def _causes(
     models: Models, rollout: RolloutRecord, trainer: TrainerRecord, reference: ReferenceLogprobs, seconds: float
 ) -> list[dict[str, Any]] | None:
-    """The search for causes; None where it fails, which costs nobody the verdict."""
+    """The search for causes; None where it fails, which costs nobody the verdict.
+
+    The models of causes count from 0: at other positions only what the values look like can be said.
+    """
     try:
         with np.errstate(all="ignore"):  # what a broken side reports may overflow anything
+            if stated_positions(rollout.positions, trainer.positions, len(rollout.tokens)) is not None:
+                return [suggestion.to_json() for suggestion in _patterns(rollout, trainer, reference)]
             found = diagnose_sample(rollout, trainer, reference, models.around(rollout), seconds=seconds)
     except Exception:
         log.exception("causes of %s were not found", rollout.key)
@@ -118,12 +126,23 @@ def _causes(
     return [suggestion.to_json() for suggestion in found]
 
 
+def _patterns(rollout: RolloutRecord, trainer: TrainerRecord, reference: ReferenceLogprobs) -> tuple[Suggestion, ...]:
+    found: list[Suggestion] = []
+    sides: tuple[tuple[Record, Logprobs], ...] = ((rollout, reference.rollout), (trainer, reference.trainer))
+    for record, truth in sides:
+        evidence = Evidence(record.logprobs, truth, record.mask, record, rollout, trainer)
+        if evidence.differs.any():
+            found += diagnose(evidence, None)
+    return ranked(found)
+
+
 def recompute(models: Models, rollout: RolloutRecord, trainer: TrainerRecord) -> ReferenceLogprobs:
-    """The reference under each side's contract, once where it is the same one."""
-    of_rollout, mma = _logprobs(models, rollout, rollout.contract_digest)
+    """The reference under each side's contract, once where it is the same one, at the positions that they state."""
+    places = stated_positions(rollout.positions, trainer.positions, len(rollout.tokens))
+    of_rollout, mma = _logprobs(models, rollout, rollout.contract_digest, places)
     if trainer.contract_digest == rollout.contract_digest:
         return ReferenceLogprobs(of_rollout, of_rollout, mma)
-    of_trainer, other = _logprobs(models, rollout, trainer.contract_digest)
+    of_trainer, other = _logprobs(models, rollout, trainer.contract_digest, places)
     return ReferenceLogprobs(of_rollout, of_trainer, f"{mma},{other}")
 
 
@@ -143,10 +162,34 @@ def temperature_of(record: Record) -> float:
     return sampling.temperature
 
 
+def stated_positions(said: Positions, other: Positions, length: int) -> I64 | None:
+    """Where a side says that its tokens are, int64 [N]; None where it counts from 0. other: says the same, maybe more.
+
+    RecomputeError where the reference cannot follow: it rotates by any position, and each row sees all in front of it.
+    """
+    if said.attention != CAUSAL:
+        _not_supported(f"attention {said.attention!r}")
+    keys = first_keys_of(said, length)
+    if keys.any():
+        at = int(np.flatnonzero(keys)[0])
+        _not_supported(f"row {at}, which sees nothing before token {keys[at]},")
+    if pads_seen(said):
+        _not_supported(f"a sample that sees {pads_seen(said)} pads")
+    found = ids_of(said, length)
+    places = ids_of(other, length) if found is None else found
+    if places is None:
+        _not_supported("a digest of positions without the positions")
+    if places.min() < 0:
+        _not_supported(f"position {places.min()}")
+    return None if np.array_equal(places, np.arange(length)) else places
+
+
+def _not_supported(what: str) -> NoReturn:
+    raise RecomputeError(f"{what} has no reference", "positions_unsupported")
+
+
 def decoder_of(models: Models, record: Record, tokens: np.ndarray, contract_digest: str) -> Decoder:
     """The decoder that answers for a record; RecomputeError where the reference cannot follow what the record says."""
-    if record.positions.offset:
-        raise RecomputeError(f"position offset {record.positions.offset} has no reference", "positions_unsupported")
     decoder = models.get(record.weight_version, record.weight_digest, contract_digest)
     if record.positions.rope_digest != decoder.config.rope_digest:
         raise RecomputeError(
@@ -164,10 +207,12 @@ def decoder_of(models: Models, record: Record, tokens: np.ndarray, contract_dige
     return decoder
 
 
-def _logprobs(models: Models, record: RolloutRecord, contract_digest: str) -> tuple[Logprobs, str]:
+def _logprobs(models: Models, record: RolloutRecord, contract_digest: str, places: I64 | None) -> tuple[Logprobs, str]:
     temperature = temperature_of(record)
     decoder = decoder_of(models, record, record.tokens, contract_digest)
-    (logprobs,) = decoder.logprobs([record.tokens.astype(np.int64)], [record.prompt_len], temperature)
+    (logprobs,) = decoder.logprobs(
+        [record.tokens.astype(np.int64)], [record.prompt_len], temperature, None if places is None else [places]
+    )
     return logprobs, decoder.contract.profile.mma
 
 

@@ -19,13 +19,19 @@ and judged `not_comparable`.
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from auditor.errors import RecordError
-from auditor.fields import INT64, UINT32, one_text, real, text, whole, wholes
+from auditor.fields import INT64, UINT32, as_array, one_text, real, text, whole, wholes
+from auditor.positions import Positions
+
+__all__ = [
+    "SIDES", "Environment", "Layout", "Positions", "Record", "RolloutRecord", "SampleKey", "Sampling", "Side",
+    "TrainerRecord", "tokens_digest",
+]  # fmt: skip
 
 Side = Literal["rollout", "trainer"]
 SIDES: tuple[Side, Side] = ("rollout", "trainer")
@@ -79,21 +85,6 @@ class Layout:
     def __post_init__(self) -> None:
         whole(self, "layout.", ("tp_size", "cp_size", "vocab_size", "padded_vocab_size"), UINT32)
         wholes(self, "layout.", "vocab_shards")
-
-
-@dataclass(frozen=True, slots=True)
-class Positions:
-    """Where the tokens are and what they see. rope_digest: of the rotary table's parameters, as
-    `rl_kernel.reference.rope_table.rope_digest` gives it; attention: `causal`.
-    """
-
-    rope_digest: str
-    offset: int = 0
-    attention: str = "causal"
-
-    def __post_init__(self) -> None:
-        text(self, "positions.", ("rope_digest", "attention"))
-        whole(self, "positions.", ("offset",), INT64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +219,7 @@ _PARTS: Final = (
 
 def tokens_digest(tokens: npt.ArrayLike) -> str:
     """sha256 (hex) over the ids as little-endian uint32."""
-    return hashlib.sha256(_as_array("tokens", tokens, np.uint32, 1).astype("<u4").tobytes()).hexdigest()
+    return hashlib.sha256(as_array("tokens", tokens, np.uint32, 1).astype("<u4").tobytes()).hexdigest()
 
 
 def _check(record: Record, token_count: int) -> None:
@@ -240,6 +231,7 @@ def _check(record: Record, token_count: int) -> None:
             raise RecordError(f"{name} is a {type(getattr(record, name)).__name__}; it must be a {kind.__name__}")
     for digest in record.layer_digests:
         one_text("layer_digests", digest)
+    record.positions.check(token_count)
     whole(record, "", ("weight_version",), (INT64[0], 2**64 - 1))
     whole(record, "", ("prompt_len",), INT64)
     whole(record, "", ("step",), (INT64[0], 2**64 - 1))
@@ -257,7 +249,7 @@ def _check(record: Record, token_count: int) -> None:
 
 def _freeze(record: Record, name: str, dtype: type[np.generic], ndim: int) -> None:
     """Replace an array field by a read-only copy, so that a buffer reused by the caller changes nothing here."""
-    array = _as_array(name, getattr(record, name), dtype, ndim).copy()
+    array = as_array(name, getattr(record, name), dtype, ndim).copy()
     array.flags.writeable = False
     object.__setattr__(record, name, array)
 
@@ -265,24 +257,3 @@ def _freeze(record: Record, name: str, dtype: type[np.generic], ndim: int) -> No
 def _freeze_optional(record: Record, name: str, dtype: type[np.generic], ndim: int) -> None:
     if getattr(record, name) is not None:
         _freeze(record, name, dtype, ndim)
-
-
-def _as_array(name: str, value: npt.ArrayLike, dtype: type[np.generic], ndim: int) -> npt.NDArray[Any]:
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # lists of two lengths; a tensor of bf16, or with a gradient
-        raise RecordError(f"{name} is no array: {error}") from None
-    if array.ndim != ndim:
-        raise RecordError(f"{name} has shape {list(array.shape)}; it needs {ndim} dimension{'s' * (ndim > 1)}")
-    wanted = np.dtype(dtype)
-    if array.dtype == wanted:
-        return np.ascontiguousarray(array)
-    if wanted.kind == "u" and array.dtype.kind in "iu":
-        if array.size and (int(array.min()) < 0 or int(array.max()) > np.iinfo(wanted).max):
-            raise RecordError(
-                f"{name} holds {int(array.min())}..{int(array.max())}; ids lie in 0..{np.iinfo(wanted).max}"
-            )
-        return array.astype(wanted)
-    if array.size == 0:
-        return array.astype(wanted)
-    raise RecordError(f"{name} is {array.dtype}; it must be {wanted}, converted by the side that computed it")

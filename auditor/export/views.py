@@ -286,7 +286,7 @@ def _side(record: Record | None) -> SideView | None:
         environment=asdict(record.environment),
         sampling=asdict(record.sampling),
         layout=asdict(record.layout),
-        positions=asdict(record.positions),
+        positions=record.positions.to_json(),
         prompt_len=record.prompt_len,
         tokens=None if record.tokens is None else record.tokens.tolist(),
         tokens_digest=record.tokens_digest,

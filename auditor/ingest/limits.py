@@ -52,6 +52,8 @@ def _check_sizes(message: pb.Record, limits: Limits) -> None:
         ("tokens", len(side.tokens), limits.tokens),
         ("logprob_bits", len(side.common.logprob_bits), limits.tokens),
         ("layer_digests", len(side.common.layer_digests), limits.layer_digests),
+        ("positions.ids", len(side.common.positions.ids), limits.tokens),
+        ("positions.first_keys", len(side.common.positions.first_keys), limits.tokens),
         ("layout.vocab_shards", len(side.common.layout.vocab_shards), limits.vocab_shards),
     ):
         if length > limit:
@@ -102,6 +104,7 @@ def _check_digests(record: Record) -> None:
         ("contract_digest", record.contract_digest),
         ("environment.digest", record.environment.digest),
         ("positions.rope_digest", record.positions.rope_digest),
+        ("positions.ids_digest", record.positions.ids_digest),
         *(("layer_digests", digest) for digest in record.layer_digests),
     ):
         if value and not _HEX.fullmatch(value):

@@ -470,24 +470,55 @@ Global___Layout: _TypeAlias = Layout  # noqa: Y015
 
 @_typing.final
 class Positions(_message.Message):
+    """Where the tokens of the sample are and what their rows see; what is left out is as it is in a plain causal forward."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROPE_DIGEST_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     ATTENTION_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    IDS_DIGEST_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    FIRST_KEYS_FIELD_NUMBER: _builtins.int
+    LEFT_PADDING_FIELD_NUMBER: _builtins.int
+    PADDING_SEEN_FIELD_NUMBER: _builtins.int
     rope_digest: _builtins.str
     offset: _builtins.int
+    """Of the first token; the others follow it, unless `ids` or their digest are given."""
     attention: _builtins.str
+    """`causal`: no row sees a later token."""
+    ids_digest: _builtins.str
+    """Hex sha256 over the ids as little-endian uint32; alone where they are not sent."""
+    window: _builtins.int
+    """Keys that a row sees at most, itself among them; 0: all."""
+    left_padding: _builtins.int
+    """Pads in front of the first token, and whether rows attend to them."""
+    padding_seen: _builtins.bool
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One for each token of the sample."""
+
+    @_builtins.property
+    def first_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The first token that each row sees, one for each token; instead of a window."""
+
     def __init__(
         self,
         *,
         rope_digest: _builtins.str = ...,
         offset: _builtins.int = ...,
         attention: _builtins.str = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        ids_digest: _builtins.str = ...,
+        window: _builtins.int = ...,
+        first_keys: _abc.Iterable[_builtins.int] | None = ...,
+        left_padding: _builtins.int = ...,
+        padding_seen: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "offset", b"offset", "rope_digest", b"rope_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "first_keys", b"first_keys", "ids", b"ids", "ids_digest", b"ids_digest", "left_padding", b"left_padding", "offset", b"offset", "padding_seen", b"padding_seen", "rope_digest", b"rope_digest", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from auditor.capsule import Capsule, read_capsule
 from auditor.command import end
-from auditor.errors import AuditorError, ConfigError
+from auditor.errors import AuditorError, ConfigError, RecomputeError
 from auditor.object_store import StoreAccess
-from auditor.recompute_worker import Models, decoder_of, temperature_of
-from auditor.records import Record
+from auditor.recompute_worker import Models, decoder_of, stated_positions, temperature_of
+from auditor.records import SIDES, Record
 from auditor.replay.causes import search
 from auditor.replay.engines import OURS, load_ops
 from auditor.replay.report import OUTSIDE, Match, Question, Replayed, distance_between, lines, match, replay
@@ -56,6 +56,7 @@ def main(arguments: list[str]) -> int:
         capsule = read_capsule(given.capsule)
         place = WeightsPlace(given.weights_root, given.weights_cache, access=StoreAccess(given.store_endpoint))
         models = Models(place.open())
+        _require_plain_positions(capsule)
         if given.causes > 0:
             print("\n".join(search(capsule, models, given.causes)), flush=True)
         sides = ((capsule.rollout, given.rollout_ops), (capsule.trainer, given.trainer_ops))
@@ -63,6 +64,18 @@ def main(arguments: list[str]) -> int:
     except (AuditorError, RlKernelError, OSError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2
+
+
+def _require_plain_positions(capsule: Capsule) -> None:
+    rollout, trainer, length = capsule.rollout.positions, capsule.trainer.positions, len(capsule.rollout.tokens)
+    places = (
+        stated_positions(rollout, trainer, length),
+        stated_positions(trainer, rollout, capsule.trainer.token_count),
+    )
+    for side, found in zip(SIDES, places, strict=True):
+        if found is not None:
+            said = f"ops are replayed at positions 0, 1, …; the {side}'s begin with {found[:3].tolist()}"
+            raise RecomputeError(said, "positions_unsupported")
 
 
 def _side(capsule: Capsule, models: Models, record: Record, ops: str, out: Path | None) -> int:

@@ -45,16 +45,25 @@ class Decoder:
         weights = {name: array for name, (_, array) in tensors.items()}
         return cls(config, contract, Reference.of(contract), weights, digest, rope)
 
-    def logprobs(self, tokens: Sequence[I64], prompt_lens: Sequence[int], temperature: float = 1.0) -> list[F32]:
+    def logprobs(
+        self,
+        tokens: Sequence[I64],
+        prompt_lens: Sequence[int],
+        temperature: float = 1.0,
+        positions: Sequence[I64] | None = None,
+    ) -> list[F32]:
         """Log-probability of every response token, tokens[i][prompt_lens[i]:], fp32, one array a sequence.
 
-        tokens[i]: whole numbers [N]. ShapeError: no prompt or no response, an id that the vocabulary does not have, a
-        sequence longer than the model's positions, a temperature that is not above 0.
+        tokens[i]: whole numbers [N]; positions[i]: int64 [N], by which they are rotated, 0, 1, … by default.
+        ShapeError: no prompt or no response, an id that the vocabulary does not have, a position that the model does
+        not have, a temperature that is not above 0.
         """
         self._check(tokens, prompt_lens, temperature)
+        places = [np.arange(len(ids)) for ids in tokens] if positions is None else positions
         result: list[F32] = []
         for batch in _batches(tokens):
-            result += self._logprobs([tokens[i] for i in batch], [prompt_lens[i] for i in batch], temperature)
+            parts = ([tokens[i] for i in batch], [prompt_lens[i] for i in batch], [places[i] for i in batch])
+            result += self._logprobs(*parts, temperature)
         return result
 
     def _check(self, tokens: Sequence[I64], prompt_lens: Sequence[int], temperature: float) -> None:
@@ -70,8 +79,10 @@ class Decoder:
             if not 0 <= ids.min() <= ids.max() < self.config.vocab:
                 raise ShapeError(f"token ids lie in {ids.min()}..{ids.max()}; the vocabulary has {self.config.vocab}")
 
-    def _logprobs(self, tokens: list[I64], prompt_lens: list[int], temperature: float) -> list[F32]:
-        hidden = self.hidden(tokens)
+    def _logprobs(
+        self, tokens: list[I64], prompt_lens: list[int], positions: list[I64], temperature: float
+    ) -> list[F32]:
+        hidden = self.hidden(tokens, positions=positions)
         starts = np.cumsum([0, *(len(ids) for ids in tokens)])
         rows = np.concatenate(
             [s + np.arange(c - 1, len(i) - 1) for s, c, i in zip(starts, prompt_lens, tokens, strict=False)]
@@ -87,24 +98,31 @@ class Decoder:
         ])  # fmt: skip
         return np.split(flat, np.cumsum([len(i) - c for i, c in zip(tokens, prompt_lens, strict=True)])[:-1])
 
-    def hidden(self, tokens: Sequence[I64], observe: Observer | None = None) -> Bits:
+    def hidden(
+        self, tokens: Sequence[I64], observe: Observer | None = None, positions: Sequence[I64] | None = None
+    ) -> Bits:
         """Final normalised hidden states [T,E] of the sequences, one after another.
 
-        observe: called with the name and the output of every op, in order (`layers.3.attention`, …).
+        observe: called with the name and the output of every op, in order (`layers.3.attention`, …). positions: as in
+        `logprobs`.
         """
         config, see = self.config, observe or (lambda name, value: None)
         lengths = [len(ids) for ids in tokens]
-        longest = max(lengths)
-        if longest > config.max_position:
-            raise ShapeError(
-                f"a sequence of {longest} tokens is longer than max_position_embeddings {config.max_position}"
-            )
         cu = np.cumsum([0, *lengths]).astype(np.int32)
-        positions = np.concatenate([np.arange(n) for n in lengths])
+        places = np.concatenate([np.arange(n) for n in lengths] if positions is None else positions)
+        if len(places) != cu[-1] or places.dtype != np.int64:
+            raise ShapeError(f"{len(places)} positions of {places.dtype} for {cu[-1]} tokens; each needs one of int64")
+        lowest, highest = int(places.min()), int(places.max())
+        if positions is None and highest >= config.max_position:
+            raise ShapeError(
+                f"a sequence of {highest + 1} tokens is longer than max_position_embeddings {config.max_position}"
+            )
+        if not 0 <= lowest <= highest < config.max_position:
+            raise ShapeError(f"positions lie in {lowest}..{highest}; max_position_embeddings is {config.max_position}")
         x_TE = embedding(np.concatenate(tokens).astype(np.int64), self.weights[_EMBEDDING])
         see("embedding", x_TE)
         for layer in range(config.layers):
-            x_TE = self._attention(layer, x_TE, positions, cu, see)
+            x_TE = self._attention(layer, x_TE, places, cu, see)
             x_TE = self._mlp(layer, x_TE, see)
         x_TE = self.reference.rms_norm(x_TE, self.weights["model.norm.weight"], config.rms_norm_eps)
         see("norm", x_TE)

@@ -172,7 +172,7 @@ def test_what_the_reference_cannot_be_asked_has_a_code(weights_root: Path, tmp_p
         "weights_digest": both(true_pair(weights_root, "b"), weight_digest="ab" * 32),
         "rope_differs": both(true_pair(weights_root, "c"), positions=Positions("cd" * 32)),
         "sampling_unsupported": both(true_pair(weights_root, "d"), sampling=replace(sampling, top_p=0.9)),
-        "positions_unsupported": both(true_pair(weights_root, "e"), positions=Positions("cd" * 32, offset=3)),
+        "positions_unsupported": both(true_pair(weights_root, "e"), positions=Positions("cd" * 32, attention="full")),
     }
     flags = ("--weights-root", str(weights_root), "--recompute-rate", "1")
     with (

@@ -183,7 +183,10 @@ def test_sides_that_are_not_comparable_are_each_held_to_what_they_worked_on(
     [
         ({"prompt_len": 0, "logprobs": np.zeros(40, np.float32), "mask": np.ones(40, np.bool_)}, "prompt_len 0 of 40"),
         ({"tokens": np.full(40, 331, np.uint32)}, "token id 331 is beyond the model's vocabulary of 331"),
-        ({"positions": Positions("cd" * 32, offset=4)}, "position offset 4 has no reference"),
+        (
+            {"positions": Positions("cd" * 32, offset=4)},
+            "ops are replayed at positions 0, 1, …; the rollout's begin with [4, 5, 6]",
+        ),
         ({"positions": Positions("cd" * 32)}, "the record names rotary parameters cdcd"),
     ],
 )

@@ -156,12 +156,17 @@ function strip(tokens, said, start) {
     onkeydown: (event) => { if (keys[event.key]) { event.preventDefault(); keys[event.key](); } } }, items);
 }
 
+/** A long list by its first items: the API has all of them. */
+function brief(items) {
+  return items.length > 16 ? `${items.slice(0, 8)}, … ${items.length} in all` : items;
+}
+
 function sides(sample) {
   const fields = ["source_id", "weight_version", "weight_digest", "contract_digest", "environment", "sampling", "layout", "positions", "prompt_len", "tokens_digest"];
   const show = (side, field) => {
     if (!side) return "not reported";
     const found = side[field];
-    return h("code", {}, typeof found === "object" ? Object.entries(found).map(([name, item]) => `${name}=${Array.isArray(item) ? `[${item}]` : item}`).join(" ") : String(found));
+    return h("code", {}, typeof found === "object" ? Object.entries(found).map(([name, item]) => `${name}=${Array.isArray(item) ? `[${brief(item)}]` : item}`).join(" ") : String(found));
   };
   const same = (field) => JSON.stringify(sample.rollout?.[field]) === JSON.stringify(sample.trainer?.[field]);
   return h("div", { class: "wide" }, table("Rollout and trainer", [
