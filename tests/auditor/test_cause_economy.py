@@ -119,7 +119,7 @@ def test_a_zero_where_a_sure_model_is_within_its_last_bits_of_it_is_no_filler(wo
     truth, found = evidence.truth.copy(), evidence.truth + np.float32(0.01)
     truth[7], found[7] = np.float32(-4e-6), 0.0
     assert not list(filler(replace(evidence, truth=truth, found=found)))
-    truth[[7, 9]], found[9] = np.float32(-4e-5), 0.0
+    truth[[7, 9]], found[9] = np.float32(-0.4), 0.0
     assert list(filler(replace(evidence, truth=truth, found=found)))
     found[9] = -1.0
     assert not list(filler(replace(evidence, truth=truth, found=found)))  # once, where all is wrong

@@ -130,7 +130,7 @@ def _sources(first: int, last: int) -> Iterator[tuple[str, I64]]:
     """What stands in a block's place, and the slots of it that do; -1 is nothing."""
     here, size = np.arange(first, last), last - first
     yield "set to zero", np.full(size, -1)
-    if first:
+    if first >= size:
         yield "that are those of the block before", here - size
     yield "that are those of the block after", here + size
     for by in (-1, 1):

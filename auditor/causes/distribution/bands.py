@@ -30,7 +30,9 @@ def other_filters(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     wrong = evidence.differs[window] & np.isfinite(found) & (np.abs(found - truth) > _TOLERANCE)
     rows = np.flatnonzero(wrong)[: max(_LEAST, min(_ROWS, _WORK // vocab))]
     lifts = found[rows] - truth[rows]
-    if rows.size < _LEAST or lifts.min() < 0 or (found[rows] > -_TOLERANCE).mean() > _SELDOM:
+    if rows.size < _LEAST or lifts.min() < 0 or found[rows].max() > _TOLERANCE:
+        return  # above 0 nothing is a probability's
+    if (found[rows] > -_TOLERANCE).mean() > _SELDOM:
         return
     p = np.exp(oracle.every_token(rows).astype(np.float64)[:, :vocab])
     own = p[np.arange(rows.size), oracle.targets[rows]].copy()

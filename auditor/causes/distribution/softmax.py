@@ -69,8 +69,8 @@ def touched_tokens(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 def tokens_forbidden(evidence: Evidence) -> Iterator[Suggestion]:
     """Every value too high, or every one too low: mass was taken out of every softmax, or put in."""
     delta = evidence.delta[evidence.differs]
-    if delta.size < 12 or np.abs(np.median(delta)) < 1e-3:
-        return
+    if delta.size < 12 or np.abs(np.median(delta)) < 1e-3 or evidence.found[evidence.differs].max() > _ROUNDING:
+        return  # above 0 nothing is a probability's
     share = np.abs(np.expm1(np.clip(-delta, -50.0, 50.0)))
     numbers = f"by {np.abs(delta).min():.3g} to {np.abs(delta).max():.3g}, as in a softmax in which"
     if (delta > 0).mean() > 0.98:

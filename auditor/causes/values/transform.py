@@ -30,6 +30,8 @@ def value_transform(evidence: Evidence) -> Iterator[Suggestion]:
     if said := _limited(found, truth) or _one_value(found, truth):
         yield Suggestion("value_transform", STRONG + 0.05, said)
         return
+    if np.ptp(found) == 0.0:
+        return  # a number that stands for all of them
     for score, said in (
         _in_turns(found, truth),
         _on_a_grid(found, truth),
@@ -105,6 +107,8 @@ def _one_value(found: np.ndarray, truth: np.ndarray) -> str:
         "largest": truth.max(),
     }
     name = next((name for name, value in sums.items() if abs(value - found[0]) < 1e-3 * abs(value)), "")
+    if not name and np.ptp(found) == 0.0:
+        return ""
     return f"all {found.size} values are {found[0]:.5g}" + (f", the {name} of the reference's" if name else "")
 
 
