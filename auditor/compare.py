@@ -3,6 +3,7 @@
 −0 differs from +0; a NaN equals only the same NaN and is counted, never set to zero.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +18,14 @@ Mask = npt.NDArray[np.bool_]
 
 # Upper edges, inclusive, of the histogram of distances in units of the last place; the last bucket is open.
 ULP_EDGES: Final = (0, 1, 2, 4, 16, 256, 65_536, 16_777_216)
+
+
+def first_layer(left: Sequence[str], right: Sequence[str]) -> int | None:
+    """The first layer whose digests differ, their number where none does; None where they cannot be compared."""
+    if not left or len(left) != len(right):
+        return None
+    pairs = enumerate(zip(left, right, strict=True))
+    return next((layer for layer, (ours, theirs) in pairs if ours != theirs), len(left))
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,23 @@ def environment(arch: str, mma: str, versions: Mapping[str, str] | None = None) 
     return Environment(arch, mma, _digest(facts))
 
 
+def layer_digests(outputs: Iterable[npt.NDArray[np.uint16]]) -> tuple[str, ...]:
+    """One sha256 (hex) for the output of each layer of a sample, the first layer first.
+
+    outputs: for each layer the residual stream behind it, which the next one takes in: bf16 as uint16 bits
+    [N - 1, hidden], a row for every token of the sample but the last, for nothing asks what comes after that one.
+    Hashed are these bits, row by row, little-endian. RecordError: another dtype or number of axes.
+    """
+    found = []
+    for number, rows in enumerate(outputs):
+        if rows.dtype != np.uint16 or rows.ndim != 2:
+            raise RecordError(
+                f"the output of layer {number} is {rows.dtype} {list(rows.shape)}; it is bf16 as uint16 bits, 2 axes"
+            )
+        found.append(hashlib.sha256(np.ascontiguousarray(rows, "<u2").data).hexdigest())
+    return tuple(found)
+
+
 def weight_digest(folder: Path | str) -> str:
     """A Hugging Face model folder's weights; RecordError where it is none."""
     folder = Path(folder)

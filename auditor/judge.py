@@ -8,10 +8,10 @@ from typing import Any, Final, Self
 import numpy as np
 
 from auditor.causes.inputs import cause_of_failure
-from auditor.compare import Comparison, Logprobs, Mask, compare_logprobs
+from auditor.compare import Comparison, Logprobs, Mask, compare_logprobs, first_layer
 from auditor.drift import NOTHING, DriftSums
 from auditor.preconditions import Contracts, NotComparable, first_failure
-from auditor.records import SIDES, RolloutRecord, TrainerRecord
+from auditor.records import SIDES, Record, RolloutRecord, TrainerRecord
 from rl_kernel.errors import ShapeError
 
 # The condition of a sample that waited in vain; no precondition was looked at.
@@ -69,7 +69,9 @@ class Judgement:
     missing: the side that has not reported, while pending. condition, field, rollout_value, trainer_value: of the
     precondition that failed. compared … nonfinite_trainer: of the pair, see `Comparison`; bit patterns in hex.
     rollout_differing, trainer_differing: tokens that differ from the reference; reference_differing: on either side.
-    reference_error: code and reason.
+    reference_error: code and reason. first_layer: where both sides report the digests of their layers, the first one
+    that differs, or how many there are where only what comes behind the last one does. rollout_first_layer,
+    trainer_first_layer: the same against the reference.
     """
 
     verdict: Verdict
@@ -99,6 +101,9 @@ class Judgement:
     trainer_differing: int = 0
     reference_differing: int = 0
     weight_version: int = -1
+    first_layer: int | None = None
+    rollout_first_layer: int | None = None
+    trainer_first_layer: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -153,6 +158,7 @@ def judge_pair(rollout: RolloutRecord, trainer: TrainerRecord, contracts: Contra
         nonfinite_trainer=comparison.nonfinite_trainer,
         same_arithmetic=rollout.contract_digest == trainer.contract_digest,
         weight_version=rollout.weight_version,
+        first_layer=_began(first_layer(rollout.layer_digests, trainer.layer_digests), rollout, not difference.equal),
     )
     return PairJudgement(judgement, comparison)
 
@@ -162,13 +168,15 @@ class ReferenceLogprobs:
     """The reference's log-probabilities of the response, float32 [R], under each side's own contract.
 
     trainer is the very same array where both sides hold one contract. mma: the models that were followed.
-    causes: where they were searched for: suggestions for the sides that differ, the likeliest first.
+    causes: where they were searched for: suggestions for the sides that differ, the likeliest first. first_layers: of
+    rollout and trainer, see `compare.first_layer`, where they report digests of their layers.
     """
 
     rollout: Logprobs
     trainer: Logprobs
     mma: str
     causes: tuple[dict[str, Any], ...] | None = None
+    first_layers: tuple[int | None, int | None] = (None, None)
 
 
 def judge_with_reference(
@@ -198,13 +206,17 @@ def judge_with_reference(
         rollout_differing=of_rollout,
         trainer_differing=of_trainer,
         reference_differing=int((differs_rollout | differs_trainer).sum()),
+        rollout_first_layer=_began(reference.first_layers[0], rollout, of_rollout > 0),
+        trainer_first_layer=_began(reference.first_layers[1], trainer, of_trainer > 0),
     )
 
 
 def with_causes(judgement: Judgement, causes: tuple[dict[str, Any], ...] | None) -> Judgement:
-    """The same with what a search for causes found; None: it failed."""
+    """The same with what a search for causes found, and where by its layers it began; None: it failed."""
     if causes is None:
         return replace(judgement, cause=UNDIAGNOSED, causes=())
+    if causes and (layers := _layers(judgement)):
+        causes = ({**causes[0], "evidence": f"{causes[0]['evidence']}; {layers}"}, *causes[1:])
     return replace(judgement, cause=str(causes[0]["cause"]) if causes else UNKNOWN, causes=causes)
 
 
@@ -240,6 +252,23 @@ def _not_comparable(failure: NotComparable, rollout: RolloutRecord, trainer: Tra
         trainer_value=failure.trainer,
         weight_version=rollout.weight_version,
     )
+
+
+def _began(layer: int | None, record: Record, differs: bool) -> int | None:
+    """A first differing layer; the one behind the last where all digests are equal and values are not."""
+    return None if layer == len(record.layer_digests) and not differs else layer
+
+
+def _layers(judgement: Judgement) -> str:
+    """What the digests of layers say of where a difference began; empty where nobody reported any."""
+    found = [
+        f"the {side} leaves the reference at layer {layer}"
+        for side, layer in zip(SIDES, (judgement.rollout_first_layer, judgement.trainer_first_layer), strict=True)
+        if layer is not None
+    ]
+    if not found and judgement.first_layer is not None:
+        found = [f"the sides part at layer {judgement.first_layer}"]
+    return f"by the digests of layers {' and '.join(found)}" if found else ""
 
 
 def _differs(logprobs: Logprobs, reference: Logprobs, mask: Mask) -> Mask:

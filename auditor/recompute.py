@@ -222,5 +222,7 @@ def _reference(header: dict[str, Any], raw: bytes) -> ReferenceLogprobs:
     values = np.frombuffer(raw, "<f4").astype(np.float32)
     # Two arrays of one length where the sides hold two contracts.
     rollout, trainer = np.split(values, 2) if "," in header["mma"] else (values, values)
-    causes = header["causes"]
-    return ReferenceLogprobs(rollout, trainer, header["mma"], None if causes is None else tuple(causes))
+    causes, (of_rollout, of_trainer) = header["causes"], header.get("first_layers", (None, None))
+    return ReferenceLogprobs(
+        rollout, trainer, header["mma"], None if causes is None else tuple(causes), (of_rollout, of_trainer)
+    )

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,9 +19,10 @@ from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.sample import Weights, diagnose_sample
 from auditor.causes.table import diagnose, ranked
 from auditor.codec import decode
-from auditor.compare import Logprobs
+from auditor.compare import Logprobs, first_layer
 from auditor.contracts import known_contracts
 from auditor.errors import RecomputeError
+from auditor.facts import layer_digests
 from auditor.frames import read_frame, write_frame
 from auditor.judge import ReferenceLogprobs
 from auditor.positions import CAUSAL, I64, Positions, first_keys_of, ids_of, pads_seen
@@ -105,7 +107,8 @@ def answer(models: Models, job: dict[str, Any], body: bytes) -> tuple[dict[str, 
         return {"code": "reference_refused", "error": str(error)}, b""
     causes = _causes(models, rollout, trainer, reference, job["diagnose"]) if job["diagnose"] else None
     arrays = [reference.rollout] if reference.trainer is reference.rollout else [reference.rollout, reference.trainer]
-    return {"mma": reference.mma, "causes": causes}, b"".join(a.astype("<f4").tobytes() for a in arrays)
+    header = {"mma": reference.mma, "causes": causes, "first_layers": reference.first_layers}
+    return header, b"".join(a.astype("<f4").tobytes() for a in arrays)
 
 
 def _causes(
@@ -139,11 +142,17 @@ def _patterns(rollout: RolloutRecord, trainer: TrainerRecord, reference: Referen
 def recompute(models: Models, rollout: RolloutRecord, trainer: TrainerRecord) -> ReferenceLogprobs:
     """The reference under each side's contract, once where it is the same one, at the positions that they state."""
     places = stated_positions(rollout.positions, trainer.positions, len(rollout.tokens))
-    of_rollout, mma = _logprobs(models, rollout, rollout.contract_digest, places)
-    if trainer.contract_digest == rollout.contract_digest:
-        return ReferenceLogprobs(of_rollout, of_rollout, mma)
-    of_trainer, other = _logprobs(models, rollout, trainer.contract_digest, places)
-    return ReferenceLogprobs(of_rollout, of_trainer, f"{mma},{other}")
+    layers = bool(rollout.layer_digests or trainer.layer_digests)
+    of_rollout = _reference(models, rollout, rollout.contract_digest, places, layers)
+    of_trainer = of_rollout
+    if trainer.contract_digest != rollout.contract_digest:
+        of_trainer = _reference(models, rollout, trainer.contract_digest, places, layers)
+    first = tuple(
+        first_layer(record.layer_digests, truth.layer_digests)
+        for record, truth in ((rollout, of_rollout), (trainer, of_trainer))
+    )
+    mma = of_rollout.mma if of_trainer is of_rollout else f"{of_rollout.mma},{of_trainer.mma}"
+    return ReferenceLogprobs(of_rollout.logprobs, of_trainer.logprobs, mma, first_layers=(first[0], first[1]))
 
 
 def temperature_of(record: Record) -> float:
@@ -207,13 +216,29 @@ def decoder_of(models: Models, record: Record, tokens: np.ndarray, contract_dige
     return decoder
 
 
-def _logprobs(models: Models, record: RolloutRecord, contract_digest: str, places: I64 | None) -> tuple[Logprobs, str]:
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What one contract gives: float32 [R], the model of its arithmetic, the digests of its layers where asked for."""
+
+    logprobs: Logprobs
+    mma: str
+    layer_digests: tuple[str, ...]
+
+
+def _reference(
+    models: Models, record: RolloutRecord, contract_digest: str, places: I64 | None, layers: bool
+) -> _Reference:
     temperature = temperature_of(record)
     decoder = decoder_of(models, record, record.tokens, contract_digest)
+    digests: list[str] = []
     (logprobs,) = decoder.logprobs(
-        [record.tokens.astype(np.int64)], [record.prompt_len], temperature, None if places is None else [places]
+        [record.tokens.astype(np.int64)],
+        [record.prompt_len],
+        temperature,
+        None if places is None else [places],
+        (lambda _, rows: digests.extend(layer_digests([rows[:-1]]))) if layers else None,
     )
-    return logprobs, decoder.contract.profile.mma
+    return _Reference(logprobs, decoder.contract.profile.mma, tuple(digests))
 
 
 def main(place: WeightsPlace, parent: int, idle: bool) -> None:

@@ -104,7 +104,8 @@ class RolloutRecord:
     """One sample as the engine that drew it reports it.
 
     tokens: uint32 [N]. logprobs: float32 [R], NaN and infinities as they were computed. mask: bool [R], the tokens
-    that the loss counts. layer_digests: sha256 of each layer's output, where the engine offers them.
+    that the loss counts. layer_digests: of each layer's output (`auditor.facts.layer_digests`), where the
+    engine offers them.
     routed_experts: uint16 [N, layers * top_k], for mixtures of experts.
     """
 

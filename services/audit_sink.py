@@ -56,10 +56,21 @@ class AuditSink:
         for rollout in rollouts:
             self._client.submit_rollout(rollout_record(self._run_id, step, rollout, weights, self._facts))
 
-    def put_training(self, batch: Batch, logprobs: Sequence[Logprobs], weights: WeightVersion) -> None:
-        """Report the first forward on a batch. weights: as above, UNKNOWN_WEIGHTS if they changed unannounced."""
-        for sample, values in zip(batch.samples, logprobs, strict=True):
+    def put_training(
+        self,
+        batch: Batch,
+        logprobs: Sequence[Logprobs],
+        weights: WeightVersion,
+        layers: Sequence[tuple[str, ...]] = (),
+    ) -> None:
+        """Report the first forward on a batch. weights: as above, UNKNOWN_WEIGHTS if they changed unannounced.
+
+        layers: of each sample the digests of its layers' outputs; empty where none were asked for.
+        """
+        for i, (sample, values) in enumerate(zip(batch.samples, logprobs, strict=True)):
             record = trainer_record(self._run_id, batch.step, sample, values, weights, self._facts)
+            if layers:
+                record = replace(record, layer_digests=layers[i])
             self._client.submit_trainer(record)
 
     def flush(self, timeout: float) -> Counts:

@@ -178,6 +178,9 @@ class Auditor(Section):
     settle_seconds: float = Field(
         default=120.0, ge=0, le=_SECONDS, description="at the end: how long to wait for verdicts"
     )
+    layer_digests: bool = Field(
+        default=False, description="the trainer reports digests of its layers, so that a verdict says where it left"
+    )
     restart: bool = Field(default=True, description="start the own auditor again, on the same ledger, when it dies")
     token_file: str = Field(default="", description="file with the bearer token of a running auditor")
     tls_ca: str = Field(default="", description="PEM authority of a running auditor's certificate; empty: plain text")

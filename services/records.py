@@ -120,10 +120,12 @@ class TrainOutcome:
 
     TrainOutcome(logprobs=(np.float32([…]), …), loss=-0.013, grad_norm=0.84, clip_fraction=0.0)
 
-    logprobs: of its first forward on the batch, one fp32 array a sample, response tokens only.
+    logprobs: of its first forward on the batch, one fp32 array a sample, response tokens only. layer_digests: of the
+    same forward, one tuple a sample, empty where none were asked for.
     """
 
     logprobs: tuple[Logprobs, ...]
     loss: float
     grad_norm: float
     clip_fraction: float
+    layer_digests: tuple[tuple[str, ...], ...] = ()

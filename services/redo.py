@@ -14,11 +14,19 @@ from services.config import Config
 from services.errors import ConfigError
 from services.stored import Stored
 
+_IN_RECORDS: dict[str, Any] = {
+    "rollout": True,
+    "trainer": True,
+    "numerics": {"threads"},
+    "auditor": {"layer_digests"},
+}
 # By contract these change no bit, and no record states them.
 _FREE_IN_STRICT = {
     *("rollout.max_model_len", "rollout.max_num_seqs", "rollout.kv_cache_mb", "rollout.prefix_caching"),
     "numerics.threads",
 }
+# What steps had that an earlier version of this program began.
+_BEFORE_THERE_WAS = {"auditor.layer_digests": False}
 _FREE_IN_FMA32 = {"trainer.micro_batch_tokens"}  # other MMA models add tokens in groups, which a cut may split
 
 
@@ -45,7 +53,7 @@ def check_redone(was: UnderWay | None, now: UnderWay, next_step: int) -> None:
     if was is None or was.step < next_step:
         return
     steps = f"step {was.step} was" if was.step == next_step else f"steps {next_step} to {was.step} were"
-    pairs = [(key, was.settings.get(key), value) for key, value in now.settings.items()]
+    pairs = [(key, was.settings.get(key, _BEFORE_THERE_WAS.get(key)), value) for key, value in now.settings.items()]
     if was.environment and now.environment:
         names = sorted(was.environment.keys() | now.environment.keys())
         pairs += [(name, was.environment.get(name), now.environment.get(name)) for name in names]
@@ -62,7 +70,7 @@ def _settings(config: Config) -> Iterator[tuple[str, Any]]:
     if config.numerics.mode == "strict":
         fma32 = model_contract(config.numerics.profile, segments=config.numerics.segments).profile.mma == "fma32"
         free = _FREE_IN_STRICT | (_FREE_IN_FMA32 if fma32 else set())
-    tree = config.model_dump(mode="json", include={"rollout": True, "trainer": True, "numerics": {"threads"}})
+    tree = config.model_dump(mode="json", include=_IN_RECORDS)
     for section, values in tree.items():
         for name, value in values.items():
             if f"{section}.{name}" not in free:

@@ -151,6 +151,7 @@ class SideView(BaseModel):
     mask: list[bool]
     logprobs: list[float | None]
     bits: list[str]
+    layer_digests: list[str]
 
 
 class SampleDetail(Sample):
@@ -293,6 +294,7 @@ def _side(record: Record | None) -> SideView | None:
         mask=record.mask.tolist(),
         logprobs=_numbers(record.logprobs),
         bits=_bits(record.logprobs),
+        layer_digests=list(record.layer_digests),
     )
 
 

@@ -21,6 +21,7 @@ _LOGIT_ROWS = 128  # rows of logits held at a time; changes no bit
 _BATCH_TOKENS = 1024  # tokens of one pass; changes no bit
 
 Observer = Callable[[str, Bits], None]
+Layers = Callable[[int, Bits], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,12 @@ class Decoder:
         prompt_lens: Sequence[int],
         temperature: float = 1.0,
         positions: Sequence[I64] | None = None,
+        layers: Layers | None = None,
     ) -> list[F32]:
         """Log-probability of every response token, tokens[i][prompt_lens[i]:], fp32, one array a sequence.
 
-        tokens[i]: whole numbers [N]; positions[i]: int64 [N], by which they are rotated, 0, 1, … by default.
+        tokens[i]: whole numbers [N]; positions[i]: int64 [N], by which they are rotated, 0, 1, … by default. layers:
+        called with the number and the output [T,E] of each layer, for the sequences that are computed together.
         ShapeError: no prompt or no response, an id that the vocabulary does not have, a position that the model does
         not have, a temperature that is not above 0.
         """
@@ -63,7 +66,7 @@ class Decoder:
         result: list[F32] = []
         for batch in _batches(tokens):
             parts = ([tokens[i] for i in batch], [prompt_lens[i] for i in batch], [places[i] for i in batch])
-            result += self._logprobs(*parts, temperature)
+            result += self._logprobs(*parts, temperature, layers)
         return result
 
     def _check(self, tokens: Sequence[I64], prompt_lens: Sequence[int], temperature: float) -> None:
@@ -80,9 +83,14 @@ class Decoder:
                 raise ShapeError(f"token ids lie in {ids.min()}..{ids.max()}; the vocabulary has {self.config.vocab}")
 
     def _logprobs(
-        self, tokens: list[I64], prompt_lens: list[int], positions: list[I64], temperature: float
+        self,
+        tokens: list[I64],
+        prompt_lens: list[int],
+        positions: list[I64],
+        temperature: float,
+        layers: Layers | None,
     ) -> list[F32]:
-        hidden = self.hidden(tokens, positions=positions)
+        hidden = self.hidden(tokens, positions=positions, layers=layers)
         starts = np.cumsum([0, *(len(ids) for ids in tokens)])
         rows = np.concatenate(
             [s + np.arange(c - 1, len(i) - 1) for s, c, i in zip(starts, prompt_lens, tokens, strict=False)]
@@ -99,12 +107,16 @@ class Decoder:
         return np.split(flat, np.cumsum([len(i) - c for i, c in zip(tokens, prompt_lens, strict=True)])[:-1])
 
     def hidden(
-        self, tokens: Sequence[I64], observe: Observer | None = None, positions: Sequence[I64] | None = None
+        self,
+        tokens: Sequence[I64],
+        observe: Observer | None = None,
+        positions: Sequence[I64] | None = None,
+        layers: Layers | None = None,
     ) -> Bits:
         """Final normalised hidden states [T,E] of the sequences, one after another.
 
-        observe: called with the name and the output of every op, in order (`layers.3.attention`, …). positions: as in
-        `logprobs`.
+        observe: called with the name and the output of every op, in order (`layers.3.attention`, …). positions, layers:
+        as in `logprobs`.
         """
         config, see = self.config, observe or (lambda name, value: None)
         lengths = [len(ids) for ids in tokens]
@@ -124,6 +136,8 @@ class Decoder:
         for layer in range(config.layers):
             x_TE = self._attention(layer, x_TE, places, cu, see)
             x_TE = self._mlp(layer, x_TE, see)
+            if layers is not None:
+                layers(layer, x_TE)
         x_TE = self.reference.rms_norm(x_TE, self.weights["model.norm.weight"], config.rms_norm_eps)
         see("norm", x_TE)
         return x_TE

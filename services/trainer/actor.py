@@ -38,7 +38,7 @@ class TrainerActor:
             # What could not be learnt from, such as a NaN, is what the auditor must see.
             self._report(batch, self._engine.score_batch(batch), held)
             raise
-        self._report(batch, outcome.logprobs, held)
+        self._report(batch, outcome.logprobs, held, outcome.layer_digests)
         return outcome
 
     def export(self, version: int, scratch: Path, final: Path) -> str:
@@ -58,9 +58,15 @@ class TrainerActor:
         self._held = replace(weights, digest=digest)
         return digest
 
-    def _report(self, batch: Batch, logprobs: Sequence[Logprobs], held: WeightVersion) -> None:
+    def _report(
+        self,
+        batch: Batch,
+        logprobs: Sequence[Logprobs],
+        held: WeightVersion,
+        layers: Sequence[tuple[str, ...]] = (),
+    ) -> None:
         if self._sink:
-            self._sink.put_training(batch, logprobs, held)
+            self._sink.put_training(batch, logprobs, held, layers)
 
     def flush(self, timeout: float) -> Counts:
         """Wait up to `timeout` seconds until every record is with the auditor; return the counts."""

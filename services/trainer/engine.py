@@ -22,7 +22,7 @@ from rl_kernel.errors import EvidenceError, ModelError
 from rl_kernel.integrations.evidence import Evidence
 from rl_kernel.integrations.megatron.model import StrictModel
 from rl_kernel.integrations.megatron.native import NativeModel
-from rl_kernel.integrations.megatron.packing import Tokens, micro_batches, pack
+from rl_kernel.integrations.megatron.packing import SeeLayer, Tokens, micro_batches, pack
 from rl_kernel.integrations.megatron.parallel import join_tensor_parallel
 from rl_kernel.integrations.megatron.weights import bf16_bits, own_digest, pieces
 from rl_kernel.ops import arch_of, strict_plan, usable_device
@@ -34,6 +34,7 @@ from services.engines import NATIVE, EngineFacts
 from services.errors import TrainingError
 from services.records import Batch, Logprobs, Sample, TrainOutcome
 from services.trainer.checkpoint import Progress, read_checkpoint, write_checkpoint
+from services.trainer.layers import LayerDigests
 from services.trainer.loss import TokenLoss, token_loss, token_place, total
 from services.trainer.optimizer import AdamW, AdamWOptions, Schedule, gradient_norm
 from services.trainer.tensor_file import Entry, write_tensors
@@ -50,7 +51,7 @@ class TrainerOptions:
     rank, rendezvous: this process among tp_size ranks, and a URL that they share (`file:///new/file`), needed from two
     ranks up. threads: CPU threads of each rank. micro_batch_tokens: in one forward and backward; changes no bit
     under fma32. Other MMA models add tokens in groups (sm90: of 16), which a cut within a group splits.
-    max_grad_norm: gradients are scaled down to this L2 norm.
+    max_grad_norm: gradients are scaled down to this L2 norm. layer_digests: of the first forward, for the auditor.
     """
 
     engine_id: str = "trainer-0"
@@ -68,6 +69,7 @@ class TrainerOptions:
     max_grad_norm: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
+    layer_digests: bool = False
 
     @classmethod
     def of(cls, config: Config, *, rank: int = 0, rendezvous: str = "") -> "TrainerOptions":
@@ -88,6 +90,7 @@ class TrainerOptions:
             max_grad_norm=trainer.max_grad_norm,
             clip_low=trainer.clip_low,
             clip_high=trainer.clip_high,
+            layer_digests=config.auditor.layer_digests,
         )
 
 
@@ -164,7 +167,7 @@ class TrainerEngine:
         temperature, active = _temperature(batch), sum(sum(s.mask) for s in batch.samples)
         if not active:
             raise TrainingError(f"step {batch.step}: no token of the batch is active; a loss needs at least one")
-        first = self._update(batch, temperature, active)
+        first = self._update(batch, temperature, active, watch=self._options.layer_digests and self._tp.rank == 0)
         for _ in range(1, self._options.updates_per_step):
             self._update(batch, temperature, active)
         self._model.prove()
@@ -200,15 +203,18 @@ class TrainerEngine:
         """What served each op in this process so far; None for a native engine."""
         return self._model.plan.evidence() if isinstance(self._model, StrictModel) else None
 
-    def _update(self, batch: Batch, temperature: float, active: int) -> TrainOutcome:
-        """Forward and backward over the batch in its order, then one optimizer step."""
+    def _update(self, batch: Batch, temperature: float, active: int, watch: bool = False) -> TrainOutcome:
+        """Forward and backward over the batch in its order, then one optimizer step. watch: with digests of layers."""
+        layers: list[tuple[str, ...]] = []
         logprobs: list[Logprobs] = []
         losses: list[TokenLoss] = []
         tokens = [Tokens(s.rollout.prompt, s.rollout.response) for s in batch.samples]
         self._model.clear_gradients()
         for run in micro_batches(tokens, self._options.micro_batch_tokens):
             part = [tokens[i] for i in run]
-            new = self._logprobs(part, temperature)
+            digests = LayerDigests(part) if watch else None
+            new = self._logprobs(part, temperature, digests.see if digests else None)
+            layers += digests.found() if digests else []
             values = new.detach().cpu().numpy()
             losses.append(self._loss(batch.step, [batch.samples[i] for i in run], values, active))
             self._model.backward(new, torch.from_numpy(losses[-1].gradient))
@@ -220,6 +226,7 @@ class TrainerEngine:
             loss=total([loss.loss for loss in losses]),
             grad_norm=norm,
             clip_fraction=sum(int(loss.clipped.sum()) for loss in losses) / active,
+            layer_digests=tuple(layers),
         )
 
     def _loss(self, step: int, samples: Sequence[Sample], new: Logprobs, active: int) -> TokenLoss:
@@ -255,9 +262,9 @@ class TrainerEngine:
             self._optimizer = AdamW(self._model.parameters, self._options.adamw)
         return self._optimizer
 
-    def _logprobs(self, samples: Sequence[Tokens], temperature: float) -> torch.Tensor:
+    def _logprobs(self, samples: Sequence[Tokens], temperature: float, see: SeeLayer | None = None) -> torch.Tensor:
         packed = pack(samples, vocab=self._decoder.vocab, max_position=self._decoder.max_position)
-        return self._model.logprobs(packed, temperature)
+        return self._model.logprobs(packed, temperature, see)
 
     def _prove(self, model: Path, contract: ModelContract) -> None:
         room = self._decoder.max_position

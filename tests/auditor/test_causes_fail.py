@@ -90,7 +90,7 @@ def test_the_reference_answers_all_the_same(weights_root: Path, monkeypatch: pyt
     first = encode(rollout)
     job = {"rollout_bytes": len(first), "diagnose": 5.0}
     header, body = answer(Models(LocalWeights(weights_root)), job, first + encode(one_ulp_off(trainer)))
-    assert header == {"mma": "fma32", "causes": None}
+    assert header == {"mma": "fma32", "causes": None, "first_layers": (None, None)}
     assert body == rollout.logprobs.tobytes()
 
 

@@ -46,7 +46,8 @@ def auditor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditorProcess
                     values = trainer.logprobs.copy()
                     values[9] -= np.float32(0.25)
                     values[11] = np.nan
-                    trainer = replace(trainer, logprobs=values)
+                    rollout = replace(rollout, layer_digests=("aa" * 32, "bb" * 32))
+                    trainer = replace(trainer, logprobs=values, layer_digests=("aa" * 32, "cc" * 32))
                 if step == WRONG_STEP and index == 2:
                     trainer = replace(trainer, weight_version=2)
                 if step == WRONG_STEP and index == 3:
@@ -84,6 +85,8 @@ def test_from_the_list_of_runs_to_the_tokens_that_differ(auditor: AuditorProcess
         page.get_by_role("link", name="1", exact=True).click()
         page.get_by_role("heading", name=f"Sample 1, step {WRONG_STEP}").wait_for()
         shoot(page, "sample")
+        began = "Where it began, by the digests of layers (counted from 0): the sides part at layer 1."
+        assert began in page.locator("main").inner_text()
         differing = page.locator(".tokens .differs")
         assert differing.count() == 3
         classes = [differing.nth(i).get_attribute("class") for i in range(3)]

@@ -31,6 +31,7 @@ CHANGES = [
     ("trainer.learning_rate", 1e-3),
     ("trainer.betas", (0.9, 0.99)),
     ("trainer.updates_per_step", 2),
+    ("auditor.layer_digests", True),
 ]
 
 

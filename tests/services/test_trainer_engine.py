@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from auditor.facts import layer_digests
 from rl_kernel.contracts import model_contract
 from rl_kernel.errors import EvidenceError, ModelError
 from rl_kernel.integrations.megatron.packing import Tokens
@@ -62,6 +63,30 @@ def test_the_first_forwards_logprobs_have_the_reference_decoders_bits(engine, fo
     )
     assert [len(a) for a in found] == [len(s.rollout.response) for s in of.samples]
     assert np.array_equal(bits(found), bits(law))
+
+
+@pytest.mark.parametrize("numerics", ["strict", "native"])
+def test_the_digests_of_layers_are_the_reference_decoders_where_the_numbers_are(folder, numerics):
+    of = batch()
+    options = replace(OPTIONS, numerics=numerics, layer_digests=True, updates_per_step=2)
+    outcome = TrainerEngine(folder, options).train(of)
+    decoder = Decoder.open(folder, model_contract(segments=2))
+    law = []
+    for s in of.samples:
+        rows = []
+        tokens = np.array(s.rollout.prompt + s.rollout.response)
+        decoder.logprobs([tokens], [len(s.rollout.prompt)], layers=lambda _, out, rows=rows: rows.append(out[:-1]))
+        law.append(layer_digests(rows))
+    alike = [ours == theirs for ours, theirs in zip(outcome.layer_digests, law, strict=True)]
+    assert [len(digests) for digests in outcome.layer_digests] == [decoder.config.layers] * len(of.samples)
+    assert all(alike) if numerics == "strict" else not any(alike)
+
+
+def test_layers_are_looked_at_only_where_that_is_asked_for_and_change_no_bit(engine, folder):
+    plain, watched = engine.train(batch()), TrainerEngine(folder, replace(OPTIONS, layer_digests=True)).train(batch())
+    assert plain.layer_digests == ()
+    assert np.array_equal(bits(plain.logprobs), bits(watched.logprobs))
+    assert (plain.loss, plain.grad_norm) == (watched.loss, watched.grad_norm)
 
 
 def test_scoring_has_the_bits_of_the_first_forward(engine):

@@ -17,6 +17,7 @@ export async function sampleView({ parts: [id, step, name], query, refresh }) {
   return [
     h("h1", {}, `Sample ${name}, step ${step}`),
     h("p", {}, verdictOf(sample.judgement), explanation(sample.judgement)),
+    layers(sample.judgement, sample),
     causes(sample.judgement),
     capsule(id, step, name, sample),
     ...(tokens.length ? tokenViews(tokens, from, (start) => `#/run/${encodeURIComponent(id)}/sample/${step}/${encodeURIComponent(name)}?from=${start}`) : [h("p", {}, "Neither side's tokens are here: not reported, or retired.")]),
@@ -37,6 +38,18 @@ function explanation(judgement) {
     case "pending": return ` · waits for the ${judgement.missing}`;
     default: return ` · ${judgement.reference_error}`;
   }
+}
+
+/** Where it began, as far as the digests of layers say it; nothing where no side reports any. */
+function layers(judgement, { rollout, trainer }) {
+  const count = Math.max(rollout?.layer_digests?.length ?? 0, trainer?.layer_digests?.length ?? 0);
+  const at = (layer) => (count && layer === count ? "behind the last layer" : `at layer ${layer}`);
+  const said = [
+    judgement.first_layer != null && `the sides part ${at(judgement.first_layer)}`,
+    ...["rollout", "trainer"].map((side) => judgement[`${side}_first_layer`] != null && `the ${side} leaves the reference ${at(judgement[`${side}_first_layer`])}`),
+  ].filter(Boolean);
+  if (said.length) return h("p", {}, `Where it began, by the digests of layers (counted from 0): ${said.join("; ")}.`);
+  return null;
 }
 
 /** A sample with both sides can be frozen, to be run again layer by layer. */

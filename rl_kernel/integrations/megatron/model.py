@@ -1,5 +1,7 @@
 """A GPTModel of Megatron-core in which every op on the path to a logprob, and back, is strict."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from rl_kernel.integrations.megatron.attention import PackedRows
 from rl_kernel.integrations.megatron.gradients import clear_gradients, finish_gradients
 from rl_kernel.integrations.megatron.logp import LinearLogp
 from rl_kernel.integrations.megatron.model_shape import Layout, strict_layout, transformer_config
-from rl_kernel.integrations.megatron.packing import Packed
+from rl_kernel.integrations.megatron.packing import Packed, SeeLayer
 from rl_kernel.integrations.megatron.pointwise import StrictRopeTable
 from rl_kernel.integrations.megatron.proof import Passes, refuse_foreign_modules
 from rl_kernel.integrations.megatron.spec import strict_block_spec
@@ -58,9 +60,10 @@ class StrictModel:
         load_folder(folder, self.layout, self.parameters, self.tp)
         self._loaded = True
 
-    def logprobs(self, packed: Packed, temperature: float) -> Tensor:
+    def logprobs(self, packed: Packed, temperature: float, see: SeeLayer | None = None) -> Tensor:
         """fp32 logprob of every target of `packed`, on the model's device; differentiable unless under no_grad().
 
+        see: called with the number and the output, bf16 [T,E], of each layer.
         Raises EvidenceError if a module of the model is not ours, ModelError before the first `load`.
         """
         if not self._loaded:
@@ -76,10 +79,27 @@ class StrictModel:
             rows=packed.rows,
             temperature=temperature,
         )
-        logprobs: Tensor = self.module(
-            packed.ids.unsqueeze(0), packed.positions.unsqueeze(0), None, labels=packed.targets, packed_seq_params=rows
-        )
+        with self._seen_by(see):
+            logprobs: Tensor = self.module(
+                packed.ids.unsqueeze(0),
+                packed.positions.unsqueeze(0),
+                None,
+                labels=packed.targets,
+                packed_seq_params=rows,
+            )
         return logprobs
+
+    @contextmanager
+    def _seen_by(self, see: SeeLayer | None) -> Iterator[None]:
+        """A layer ends with the addition behind its MLP. No hook: the proof refuses any."""
+        ends = [layer.mlp_bda for layer in self.module.decoder.layers] if see is not None else []
+        for number, end in enumerate(ends):
+            end.see = lambda rows, number=number: see and see(number, rows.reshape(-1, rows.shape[-1]))
+        try:
+            yield
+        finally:
+            for end in ends:
+                end.see = None
 
     def backward(self, logprobs: Tensor, gradient: Tensor) -> None:
         """Continue every main gradient by the part of these logprobs, whose gradient is `gradient` (fp32).

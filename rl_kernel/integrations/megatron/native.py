@@ -1,6 +1,9 @@
 """The control group: Megatron-core's own GPTModel (local spec, bf16) and torch's log_softmax. No contract holds."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from rl_kernel.integrations.megatron.gradients import zero_main_grads
 from rl_kernel.integrations.megatron.model_shape import native_layout, transformer_config
-from rl_kernel.integrations.megatron.packing import Packed
+from rl_kernel.integrations.megatron.packing import Packed, SeeLayer
 from rl_kernel.integrations.megatron.weights import load_folder
 from rl_kernel.reference.config import DecoderConfig
 from rl_kernel.torch_autograd import TensorParallel
@@ -39,16 +42,23 @@ class NativeModel:
         """Replace the weights by those of a Hugging Face folder; ModelError as `weights.load_folder`."""
         load_folder(folder, self.layout, self.parameters, self.tp)
 
-    def logprobs(self, packed: Packed, temperature: float) -> Tensor:
-        """fp32 logprob of every target of `packed`; the samples are padded to the longest on the right."""
+    def logprobs(self, packed: Packed, temperature: float, see: SeeLayer | None = None) -> Tensor:
+        """fp32 logprob of every target of `packed`; the samples are padded to the longest on the right.
+
+        see: as in `StrictModel.logprobs`.
+        """
         packed = packed.to(self.device)
-        ids, where = _pad(packed)
+        ids, real = _pad(packed)
+        where = (real[0][packed.rows], real[1][packed.rows])
         positions = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
         # A hook, because only rows with a target should pay for the output layer, as in the strict model.
         hook = self.module.output_layer.register_forward_pre_hook(
             lambda _, args: (args[0].transpose(0, 1)[where].unsqueeze(1), *args[1:])
         )
-        with hook:
+        with ExitStack() as hooks:
+            hooks.enter_context(hook)
+            for number, layer in enumerate(self.module.decoder.layers if see is not None else ()):
+                hooks.enter_context(layer.register_forward_hook(_shown(see, number, real)))
             logits = self.module(ids, positions, _causal_mask(ids.shape[1], self.device), runtime_gather_output=True)
         heated = logits.squeeze(0).float()[:, : self.layout.decoder.vocab] / temperature
         return torch.log_softmax(heated, dim=-1).gather(1, packed.targets.unsqueeze(1)).squeeze(1)
@@ -80,10 +90,20 @@ def _causal_mask(length: int, device: torch.device) -> Tensor:
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
 
+def _shown(see: SeeLayer | None, number: int, real: tuple[Tensor, Tensor]) -> Callable[..., None]:
+    """A hook on a layer, whose output [S,R,E] stands first in what it returns."""
+
+    def hook(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        if see is not None:
+            see(number, output[0].detach().transpose(0, 1)[real])
+
+    return hook
+
+
 def _pad(packed: Packed) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Token ids [R,S] padded with 0, and (sample, position) of every row that has a target."""
+    """Token ids [R,S] padded with 0, and (sample, position) of every row that is none."""
     lengths = packed.offsets.diff().long()
     ids = packed.ids.new_zeros(len(lengths), int(lengths.max()))
     sample = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths)
     ids[sample, packed.positions] = packed.ids
-    return ids, (sample[packed.rows], packed.positions[packed.rows])
+    return ids, (sample, packed.positions)

@@ -1,12 +1,15 @@
 """Samples of different lengths as one row of tokens: nothing is padded, and no sample sees another."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rl_kernel.errors import ShapeError
+
+# Shown the number of a layer and its output, bf16 [T,E], in the order of `Packed.ids`.
+SeeLayer = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)

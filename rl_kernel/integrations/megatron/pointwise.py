@@ -27,15 +27,23 @@ class StrictRmsNorm(torch.nn.Module):
 
 
 class StrictResidualAdd(torch.nn.Module):
-    """Takes the place of bias-dropout-add: there is neither bias nor dropout."""
+    """Takes the place of bias-dropout-add: there is neither bias nor dropout. see: shown each sum, where it is set."""
 
     def __init__(self, *, ops: StrictOps, **_: Any) -> None:
         super().__init__()
         self.ops = ops
+        self.see: Callable[[Tensor], None] | None = None
 
     def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
         """Return the function that Megatron calls with ((x, no bias), residual, dropout probability)."""
-        return lambda x_and_bias, residual, probability: self.ops.add(x_and_bias[0], residual)
+
+        def add(x_and_bias: tuple[Tensor, None], residual: Tensor, probability: float) -> Tensor:
+            total = self.ops.add(x_and_bias[0], residual)
+            if self.see is not None:
+                self.see(total.detach())
+            return total
+
+        return add
 
 
 class StrictSwiGlu(torch.nn.Module):
