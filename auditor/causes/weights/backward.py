@@ -5,11 +5,14 @@ B rows that are asked for, T tokens, E hidden, H query heads, G key heads, D hea
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from auditor.causes.oracle import F32, I64, Oracle
 from rl_kernel.reference.ops import Bits, widen
+
+_OF_A_LAYER: Final = 9  # tensors that are asked for again and again while a layer is run back
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,56 +20,72 @@ class Signal:
     """How the asked values move with one thing that is computed on the way.
 
     tensor: the matrix or norm that computes it, "" where none does (it is rounded all the same). of_output: for each
-    row [B,T,N], or [B,N] where each row has a token of its own, or where the tokens are summed up (a norm's weights).
-    given: what a matrix is applied to, [T,K] or [B,K]; for a thing that no tensor computes, its values [T,N] or [B,N].
-    attention: whether it is what a layer's attention gives.
+    row of a group [B,T,N], or [B,N] where each row has a token of its own, or where the tokens are summed up (a norm's
+    weights). given: what a matrix is applied to, [T,K] or [B,K]; for a thing that no tensor computes, its values [T,N]
+    or [B,N]. rows: the group's. attention: whether it is what a layer's attention gives.
     """
 
     tensor: str
     of_output: F32
     given: F32 | None
+    rows: slice
     attention: bool = False
 
 
 class Backward:
     """The model around its own weights, with the values of some rows to be moved."""
 
-    def __init__(self, oracle: Oracle, at: I64) -> None:
-        """at: rows of the window, [B]."""
+    def __init__(self, oracle: Oracle, at: I64, group: int | None = None) -> None:
+        """at: rows of the window, rising [B]. group: so many are run back together, all of them by default.
+
+        In groups they need no memory that grows with their number, nor with the model's: weights are widened anew.
+        """
         self.decoder, self._rows = oracle.decoder, oracle.rows[at]
         self.tokens = oracle.tokens[: int(self._rows.max()) + 1]
         self._targets, self._heat = oracle.targets[at], np.float32(oracle.temperature)
-        self.weights = Widened(oracle.decoder.weights)
+        self._group = group or len(at)
+        self.weights = Widened(oracle.decoder.weights, None if group is None else _OF_A_LAYER)
         self._seen: list[dict[str, F32]] = []
         self._forward()
 
     def signals(self) -> Iterator[Signal]:
         """Of everything, from the output layer back to the embedding. A tied embedding comes twice."""
-        config, count = self.decoder.config, len(self.tokens)
-        embedding, norm = "model.embed_tokens.weight", self.weights["model.norm.weight"]
-        head = embedding if config.tied else "lm_head.weight"
-        hidden = self._unit * norm
+        config, count = self.decoder.config, len(self._rows)
+        embedding = "model.embed_tokens.weight"
+        groups = [slice(at, min(at + self._group, count)) for at in range(0, count, self._group)]
+        grads = []
+        for rows in groups:
+            grads.append((yield from self._head_back(embedding if config.tied else "lm_head.weight", rows)))
+        for layer in reversed(range(config.layers)):
+            for rows, grad in zip(groups, grads, strict=True):
+                yield from self._mlp_back(layer, rows, grad)
+                yield from self._attention_back(layer, rows, grad)
+        for rows, grad in zip(groups, grads, strict=True):
+            yield Signal(embedding, grad, None, rows)
+
+    def _head_back(self, head: str, rows: slice) -> Generator[Signal, None, F32]:
+        """From the values to the hidden states in front of the last norm, [B,T,E]."""
+        config, norm = self.decoder.config, self.weights["model.norm.weight"]
+        unit, last = self._unit[rows], self._rows[rows]
+        hidden = unit * norm
         z = (hidden @ self.weights[head].T)[:, : config.vocab] / self._heat
         p = np.exp(z - z.max(axis=1, keepdims=True))
         of_logits = -p / p.sum(axis=1, keepdims=True) / self._heat
-        of_logits[np.arange(len(z)), self._targets] += 1 / self._heat
-        yield Signal(head, of_logits, hidden)
+        of_logits[np.arange(len(z)), self._targets[rows]] += 1 / self._heat
+        yield Signal(head, of_logits, hidden, rows)
         signal = of_logits @ self.weights[head][: config.vocab]
-        yield Signal("", signal, hidden)
-        yield Signal("model.norm.weight", signal * self._unit, None)
-        grad = np.zeros((len(signal), count, config.hidden), np.float32)
-        grad[np.arange(len(signal)), self._rows] = _through_norm(signal, self._unit, self._inverse, norm)
-        for layer in reversed(range(config.layers)):
-            yield from self._mlp_back(layer, grad)
-            yield from self._attention_back(layer, grad)
-        yield Signal(embedding, grad, None)
+        yield Signal("", signal, hidden, rows)
+        yield Signal("model.norm.weight", signal * unit, None, rows)
+        grad = np.zeros((len(last), int(last.max()) + 1, config.hidden), np.float32)
+        grad[np.arange(len(last)), last] = _through_norm(signal, unit, self._inverse[rows], norm)
+        return grad
 
     def _layer(self, layer: int, name: str) -> F32:
         return self.weights[f"model.layers.{layer}.{name}.weight"]
 
     def _forward(self) -> None:
         config, count = self.decoder.config, len(self.tokens)
-        x = self.weights["model.embed_tokens.weight"][self.tokens]
+        x = widen(self.decoder.weights["model.embed_tokens.weight"][self.tokens])
         cos, sin = (table[:count, None, :] for table in self.decoder.rope)
         ahead = np.triu(np.ones((count, count), np.bool_), 1)
         for layer in range(config.layers):
@@ -99,42 +118,49 @@ class Backward:
             self._seen.append(seen)
         self._unit, self._inverse = _unit(x[self._rows], config.rms_norm_eps)
 
-    def _mlp_back(self, layer: int, grad: F32) -> Iterator[Signal]:
-        seen, prefix = self._seen[layer], f"model.layers.{layer}."
+    def _mlp_back(self, layer: int, rows: slice, grad: F32) -> Iterator[Signal]:
+        seen, prefix = self._of(layer, grad), f"model.layers.{layer}."
         gate, up, silu = seen["gate"], seen["up"], seen["silu"]
-        yield Signal(f"{prefix}mlp.down_proj.weight", grad, silu * up)
-        inner = grad @ self._layer(layer, "mlp.down_proj")
-        yield Signal("", inner, silu * up)
+        yield Signal(f"{prefix}mlp.down_proj.weight", grad, silu * up, rows)
+        inner = _back(grad, self._layer(layer, "mlp.down_proj"))
+        yield Signal("", inner, silu * up, rows)
         sigmoid = _sigmoid(gate)
-        of_gate: F32 = inner * up * (sigmoid + silu * (1 - sigmoid))
+        of_gate: F32 = inner * (up * (sigmoid + silu * (1 - sigmoid)))
         of_up: F32 = inner * silu
         weight = self._layer(layer, "post_attention_layernorm")
         normed = seen["unit2"] * weight
-        yield Signal(f"{prefix}mlp.gate_proj.weight", of_gate, normed)
-        yield Signal(f"{prefix}mlp.up_proj.weight", of_up, normed)
-        signal: F32 = of_gate @ self._layer(layer, "mlp.gate_proj") + of_up @ self._layer(layer, "mlp.up_proj")
-        yield Signal("", signal, normed)
-        yield Signal(f"{prefix}post_attention_layernorm.weight", (signal * seen["unit2"]).sum(axis=1), None)
+        yield Signal(f"{prefix}mlp.gate_proj.weight", of_gate, normed, rows)
+        yield Signal(f"{prefix}mlp.up_proj.weight", of_up, normed, rows)
+        signal = _back(of_gate, self._layer(layer, "mlp.gate_proj")) + _back(of_up, self._layer(layer, "mlp.up_proj"))
+        yield Signal("", signal, normed, rows)
+        of_norm = np.einsum("bte,te->be", signal, seen["unit2"])
+        yield Signal(f"{prefix}post_attention_layernorm.weight", of_norm, None, rows)
         grad += _through_norm(signal, seen["unit2"], seen["inverse2"], weight)
-        yield Signal("", grad, seen["between"])
+        yield Signal("", grad, seen["between"], rows)
 
-    def _attention_back(self, layer: int, grad: F32) -> Iterator[Signal]:
-        seen, prefix = self._seen[layer], f"model.layers.{layer}."
-        yield Signal(f"{prefix}self_attn.o_proj.weight", grad, seen["out"])
-        of_out = grad @ self._layer(layer, "self_attn.o_proj")
-        yield Signal("", of_out, seen["out"], attention=True)
+    def _attention_back(self, layer: int, rows: slice, grad: F32) -> Iterator[Signal]:
+        seen, prefix = self._of(layer, grad), f"model.layers.{layer}."
+        yield Signal(f"{prefix}self_attn.o_proj.weight", grad, seen["out"], rows)
+        of_out = _back(grad, self._layer(layer, "self_attn.o_proj"))
+        yield Signal("", of_out, seen["out"], rows, attention=True)
         total = np.zeros_like(grad)
         weight = self._layer(layer, "input_layernorm")
         normed = seen["unit1"] * weight
         for name, read in self._through_scores(seen, of_out).items():
-            signal = read if name == "v" else (yield from self._through_rotation(layer, name, read))
+            signal = read if name == "v" else (yield from self._through_rotation(layer, seen, rows, name, read))
             flat = signal.reshape(*grad.shape[:2], -1)
-            yield Signal(f"{prefix}self_attn.{name}_proj.weight", flat, normed)
-            total += flat @ self._layer(layer, f"self_attn.{name}_proj")
-        yield Signal("", total, normed)
-        yield Signal(f"{prefix}input_layernorm.weight", (total * seen["unit1"]).sum(axis=1), None)
+            yield Signal(f"{prefix}self_attn.{name}_proj.weight", flat, normed, rows)
+            total += _back(flat, self._layer(layer, f"self_attn.{name}_proj"))
+        yield Signal("", total, normed, rows)
+        yield Signal(f"{prefix}input_layernorm.weight", np.einsum("bte,te->be", total, seen["unit1"]), None, rows)
         grad += _through_norm(total, seen["unit1"], seen["inverse1"], weight)
-        yield Signal("", grad, seen["before"])
+        yield Signal("", grad, seen["before"], rows)
+
+    def _of(self, layer: int, grad: F32) -> dict[str, F32]:
+        """What the forward saw of a layer, of as many tokens as reach a group's last row."""
+        count = grad.shape[1]
+        cut = {name: a[:count] for name, a in self._seen[layer].items()}
+        return {**cut, "p": self._seen[layer]["p"][:, :count, :count]}
 
     def _through_scores(self, seen: dict[str, F32], of_out: F32) -> dict[str, F32]:
         """Of queries, keys and values as attention reads them, [B,T,heads,D], from that of its result [B,T,H·D]."""
@@ -152,29 +178,34 @@ class Backward:
             signals[name] = signals[name].reshape(rows, config.kv_heads, group, count, -1).sum(axis=2)
         return {name: signal.transpose(0, 2, 1, 3) for name, signal in signals.items()}
 
-    def _through_rotation(self, layer: int, name: str, signal: F32) -> Generator[Signal, None, F32]:
+    def _through_rotation(
+        self, layer: int, seen: dict[str, F32], rows: slice, name: str, signal: F32
+    ) -> Generator[Signal, None, F32]:
         """Back through the rotation of queries or keys, and their norm where there is one; returns the signal."""
-        seen = self._seen[layer]
-        cos, sin = (table[: len(self.tokens), None, :] for table in self.decoder.rope)
+        count = signal.shape[1]
+        cos, sin = (table[:count, None, :] for table in self.decoder.rope)
         flat = (*signal.shape[:2], -1)
-        yield Signal("", signal.reshape(flat), seen[name].reshape(len(self.tokens), -1))
+        yield Signal("", signal.reshape(flat), seen[name].reshape(count, -1), rows)
         signal = _turned(signal, cos, -sin)
         if self.decoder.config.qk_norm:
             unit, own = seen["unit" + name], self._layer(layer, f"self_attn.{name}_norm")
-            yield Signal(f"model.layers.{layer}.self_attn.{name}_norm.weight", (signal * unit).sum(axis=(1, 2)), None)
-            yield Signal("", signal.reshape(flat), (unit * own).reshape(len(self.tokens), -1))
+            of_norm = (signal * unit).sum(axis=(1, 2))
+            yield Signal(f"model.layers.{layer}.self_attn.{name}_norm.weight", of_norm, None, rows)
+            yield Signal("", signal.reshape(flat), (unit * own).reshape(count, -1), rows)
             signal = _through_norm(signal, unit, seen["inverse" + name], own)
         return signal
 
 
 class Widened(dict[str, F32]):
-    """Weights in fp32, made when they are asked for."""
+    """Weights in fp32, made when they are asked for. kept: how many of them, all where it is None."""
 
-    def __init__(self, weights: Mapping[str, Bits]) -> None:
+    def __init__(self, weights: Mapping[str, Bits], kept: int | None = None) -> None:
         super().__init__()
-        self._bits = weights
+        self._bits, self._kept = weights, kept
 
     def __missing__(self, name: str) -> F32:
+        if len(self) == self._kept:
+            del self[next(iter(self))]
         self[name] = widen(self._bits[name])
         return self[name]
 
@@ -182,6 +213,12 @@ class Widened(dict[str, F32]):
 def _times(x: F32, weight: F32) -> F32:
     product: F32 = x @ weight.T
     return product
+
+
+def _back(signal: F32, weight: F32) -> F32:
+    """[B,T,N] → [B,T,K], as one product."""
+    product = signal.reshape(-1, signal.shape[2]) @ weight
+    return product.reshape(*signal.shape[:2], -1)
 
 
 def _sigmoid(x: F32) -> F32:
