@@ -211,10 +211,11 @@ def judge_with_reference(
     )
 
 
-def with_causes(judgement: Judgement, causes: tuple[dict[str, Any], ...] | None) -> Judgement:
-    """The same with what a search for causes found, and where by its layers it began; None: it failed."""
+def with_causes(judgement: Judgement, causes: tuple[dict[str, Any], ...] | None, why: str = "") -> Judgement:
+    """The same with what a search for causes found, and where by its layers it began; None: it failed, and why."""
     if causes is None:
-        return replace(judgement, cause=UNDIAGNOSED, causes=())
+        failed = ({"cause": UNDIAGNOSED, "score": 0.0, "evidence": why},) if why else ()
+        return replace(judgement, cause=UNDIAGNOSED, causes=failed)
     if causes and (layers := _layers(judgement)):
         causes = ({**causes[0], "evidence": f"{causes[0]['evidence']}; {layers}"}, *causes[1:])
     return replace(judgement, cause=str(causes[0]["cause"]) if causes else UNKNOWN, causes=causes)

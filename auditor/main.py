@@ -30,7 +30,7 @@ import uvicorn
 from auditor.clock import SteadyClock
 from auditor.config import Config, join_address, load_config, split_address, store_access, tls_files, weights_place
 from auditor.contracts import known_contracts
-from auditor.errors import AuditorError, ConfigError, LedgerError, RecomputeError
+from auditor.errors import AuditorError, ConfigError
 from auditor.export.api import Facts, make_api
 from auditor.export.board import Board
 from auditor.export.connections import HEAD_BYTES, BoundedProtocol
@@ -40,18 +40,17 @@ from auditor.grants import Grants
 from auditor.ingest.admission import Admission
 from auditor.ingest.limits import Limits
 from auditor.ingest.service import AuditService, start_server
-from auditor.judge import ReferenceLogprobs
+from auditor.outcomes import Outcomes
 from auditor.periodic import Periodic
 from auditor.pipeline import Incoming, Pipeline, Receipt, Refused
 from auditor.rates import Rate
 from auditor.recompute import Patience, RecomputePool
 from auditor.recompute_queue import RecomputeQueue
-from auditor.records import RolloutRecord, SampleKey, TrainerRecord
 from auditor.retention import ParquetArchive, Retirement
 from auditor.sampling import Policy, make_policy
 from auditor.search_queue import SearchQueue
 from auditor.storage.database import open_database
-from auditor.storage.ledger import Ledger, Unit
+from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
 from auditor.tls import Renewal, TlsFiles, grpc_credentials, http_context
 from auditor.unpaired import Unpaired
@@ -59,7 +58,6 @@ from auditor.workers import find
 from auditor.writer import Writer
 
 log = logging.getLogger("auditor")
-_LEDGER_PAUSE_S = 0.5
 _UPKEEP_S = 30.0
 _OPEN_FILES = 65536
 
@@ -92,6 +90,7 @@ class Auditor:
             lambda: self._queue.waiting,
             lambda: self._queue.lag_seconds,
             lambda: self._searches.waiting,
+            lambda: self._searches.lag_seconds,
             lambda: self._ledger_bytes,
             clock,
             lambda: clock.jumped_seconds,
@@ -105,6 +104,8 @@ class Auditor:
         self._pipeline = Pipeline(
             contracts, _policy(config), self._board, ask, self._queue.room, self._count_fault, self._searches
         )
+        self._outcomes = Outcomes(self._reader, self._writer, self._pipeline, self._metrics, self._stopping)
+        self._parts.callback(self._outcomes.forgive_search)
         self._start_upkeep(config, clock)
         self._recomputes = self._start_pools(config)
         names = {digest: f"{c.profile.name}/segments={c.segments}" for digest, c in contracts.items()}
@@ -114,7 +115,7 @@ class Auditor:
         self.addresses = {"grpc": self._start_grpc(config, grants), "http": http}
         self._requeue()
         if not self._recomputes:
-            self._give_searches_up()
+            self._outcomes.give_searches_up(config.recompute_retry_s)
 
     def _start_upkeep(self, config: Config, clock: SteadyClock) -> None:
         """What is done now and then: runs leave the exposition, samples that wait in vain and old evidence go."""
@@ -124,6 +125,9 @@ class Auditor:
         if config.pair_wait_s:
             unpaired = Unpaired(self._reader, self._writer, self._pipeline, clock, config.pair_wait_s, self._stopping)
             self._every(_often(config.pair_wait_s), "samples that wait for a side", unpaired.look)
+        if config.weights_root is None:
+            end = partial(self._outcomes.end_queued, config.recompute_retry_s)
+            self._every(_often(config.recompute_retry_s), "samples that wait for a reference", end)
         if config.retain_days:
             archive = ParquetArchive(config.archive, store_access(config)) if config.archive else None
             old = Retirement(self._reader, self._writer, config.retain_days, archive, clock, self._stopping)
@@ -177,20 +181,6 @@ class Auditor:
             for key in self._reader.searching():
                 self._searches.put(key, urgent=False)
 
-    def _give_searches_up(self) -> None:
-        """Where nothing is searched, nobody is to wait for it, and no evidence to be kept for it."""
-        waiting = sum(1 for _ in self._reader.queued())
-        kept = f"; {waiting} samples in the ledger wait until there is one" if waiting else ""
-        log.warning("no weights_root: nothing is recomputed, so no mismatch gets a side%s", kept)
-        left = list(self._reader.searching())
-
-        def work(unit: Unit) -> None:
-            for key in left:
-                self._pipeline.explain(unit, key, None)
-
-        if left:
-            self._writer.submit(work, block=True).result()
-
     def _accept(self, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         with self._metrics.receipt_seconds.time():
             return self._writer.submit(lambda unit: self._pipeline.receive(unit, batch)).result()
@@ -203,43 +193,14 @@ class Auditor:
         weights.open().versions()  # a place that cannot be read fails the start and not the first mismatch
         pool, idle, told = config.recompute_pool, config.recompute_idle, self._metrics.count_worker_end
         waits, limit, seconds = config.recompute_retry_s, config.recompute_timeout_s, config.diagnose_seconds
-        verdicts = (config.recompute_workers, self._queue, Patience(limit, waits), self._load, self._conclude)
+        said = self._outcomes
+        verdicts = (config.recompute_workers, self._queue, Patience(limit, waits), said.load, said.conclude)
         # A search recomputes the sample first, and then has its seconds for each side.
-        causes = (1, self._searches, Patience(limit + 2 * seconds, waits), self._load, self._explain)
+        causes = (1, self._searches, Patience(limit + 2 * seconds, waits), said.begin_search, said.explain)
         self._parts.callback(RecomputePool(weights, find(pool, idle), *verdicts, told).close)
-        self._parts.callback(RecomputePool(weights, find(pool, idle, beside=True), *causes, told, seconds).close)
+        beside = find(pool, idle, beside=True)
+        self._parts.callback(RecomputePool(weights, beside, *causes, told, seconds, said.search_answered).close)
         return True
-
-    def _load(self, key: SampleKey) -> tuple[RolloutRecord, TrainerRecord]:
-        rollout, trainer = self._reader.record(key, "rollout"), self._reader.record(key, "trainer")
-        if not (isinstance(rollout, RolloutRecord) and isinstance(trainer, TrainerRecord)):
-            raise RecomputeError(f"the evidence of {key} has been retired", "evidence_retired")
-        return rollout, trainer
-
-    def _conclude(self, key: SampleKey, outcome: ReferenceLogprobs | RecomputeError, seconds: float) -> None:
-        self._metrics.recompute_seconds.observe(seconds)
-        self._record(key, lambda unit: self._pipeline.conclude(unit, key, outcome))
-
-    def _explain(self, key: SampleKey, outcome: ReferenceLogprobs | RecomputeError, seconds: float) -> None:
-        self._metrics.search_seconds.observe(seconds)
-        causes = None
-        if isinstance(outcome, RecomputeError):
-            log.warning("causes of %s were not searched for: %s: %s", key, outcome.code, outcome)
-        elif (causes := outcome.causes) is None:
-            self._count_fault("causes")
-        self._record(key, lambda unit: self._pipeline.explain(unit, key, causes))
-
-    def _record(self, key: SampleKey, work: Callable[[Unit], None]) -> None:
-        while not self._stopping.is_set():
-            future = self._writer.submit(work, block=True)
-            try:
-                return future.result()
-            except LedgerError:
-                self._stopping.wait(_LEDGER_PAUSE_S)  # said again it changes nothing, where it was written after all
-            except Exception:
-                log.exception("the reference's word on %s was not recorded; it is asked again at the next start", key)
-                return self._count_fault("judge")
-        return None
 
     def _count_fault(self, part: str) -> None:
         self._metrics.count_error(part, AuditorError.code)

@@ -143,11 +143,11 @@ class Pipeline:
             self._count_reference(unit, key, after)
         self._rejudge(unit, key, before, after)
 
-    def explain(self, unit: Unit, key: SampleKey, causes: tuple[dict[str, Any], ...] | None) -> None:
-        """Take in what a search for causes found, or None where it failed; said again, it changes nothing."""
+    def explain(self, unit: Unit, key: SampleKey, causes: tuple[dict[str, Any], ...] | None, why: str = "") -> None:
+        """Take in what a search for causes found, or None where it failed, and why; said again, it changes nothing."""
         before = unit.judgement(key)
         if before is not None and before.cause == SEARCHING:
-            self._rejudge(unit, key, before, with_causes(before, causes))
+            self._rejudge(unit, key, before, with_causes(before, causes, why))
 
     def _rejudge(self, unit: Unit, key: SampleKey, before: Judgement, after: Judgement) -> None:
         self._count_final(unit, key, after)

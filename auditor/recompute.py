@@ -61,7 +61,8 @@ class RecomputePool:
     conclude: is told the outcome and the seconds that it took; called from the pool's threads, which wait for it.
     on_end: told of each worker that did not end by itself, or that was killed.
     diagnose_s: spent on the causes of a sample and side at most; 0: they are not searched for. A pool that searches
-    hires when something waits, and keeps no worker when nothing does.
+    hires when something waits, and keeps no worker when nothing does. answered: told of each sample that a worker
+    gave an answer to, before `conclude` is, which may wait for what is to be tried again.
     """
 
     def __init__(
@@ -75,10 +76,11 @@ class RecomputePool:
         conclude: Conclude,
         on_end: Callable[[WorkerEnd], None],
         diagnose_s: float = 0.0,
+        answered: Callable[[SampleKey], None] = lambda key: None,
     ) -> None:
         self._hire, self._weights = hire, weights
         self._queue, self._patience, self._diagnose_s = queue, patience, diagnose_s
-        self._load, self._conclude, self._on_end = load, conclude, on_end
+        self._load, self._conclude, self._on_end, self._answered = load, conclude, on_end, answered
         self._changed = threading.Lock()
         # Hired here, so that a pool that cannot be had fails the start and not the first mismatch.
         self._spare = None if diagnose_s else hire(weights)
@@ -124,7 +126,7 @@ class RecomputePool:
                 worker = worker or self._start()
                 if not worker.wait(_PLACE_S):
                     return worker, RecomputeError(f"no core was free for a worker for {_PLACE_S:g} s", "no_worker")
-                return worker, self._ask(worker, self._loaded(key))
+                return worker, self._ask(worker, key, self._loaded(key))
             except _TimedOut:
                 self._replace(worker, key, "timed_out", f"not done after {self._patience.sample_s:g} s")
                 said = f"the worker was not done after {self._patience.sample_s:g} s and was ended"
@@ -165,11 +167,12 @@ class RecomputePool:
                 self._queue.pause(_PAUSE_S)
         raise _Closing
 
-    def _ask(self, worker: Worker, records: tuple[bytes, bytes]) -> ReferenceLogprobs:
+    def _ask(self, worker: Worker, key: SampleKey, records: tuple[bytes, bytes]) -> ReferenceLogprobs:
         rollout, trainer = records
         job = {"rollout_bytes": len(rollout), "diagnose": self._diagnose_s}
         with _ended_after(worker, self._patience.sample_s):
             answer = worker.ask(job, rollout + trainer)
+        self._answered(key)
         return _reference(*answer)
 
     def _start(self) -> Worker:

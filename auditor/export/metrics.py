@@ -62,6 +62,7 @@ class Live:
     recompute_queue: Callable[[], int]
     recompute_lag: Callable[[], float]
     search_queue: Callable[[], int]
+    search_lag: Callable[[], float]
     ledger_bytes: Callable[[], int]
     clock: Callable[[], float]
     clock_jumped: Callable[[], float]
@@ -85,6 +86,7 @@ class AuditCollector(Collector):
             ("recompute_queue_samples", "Samples that wait for the reference.", self._live.recompute_queue),
             ("recompute_lag_seconds", "Longest wait in the reference's queue.", self._live.recompute_lag),
             ("search_queue_samples", "Mismatches that wait for a search for causes.", self._live.search_queue),
+            ("search_lag_seconds", "Longest wait for a search for causes.", self._live.search_lag),
             ("ledger_bytes", "Size of the ledger.", self._live.ledger_bytes),
             ("clock_timestamp_seconds", "Unix time by the clock that stamps records.", self._live.clock),
             (

@@ -127,6 +127,25 @@ class Unit:
                 (*state, *key),
             )
 
+    def search_begins(self, key: SampleKey) -> int:
+        """Note that a search for a sample's causes begins; how many times it has begun without an end."""
+        self._database.run(
+            "INSERT INTO searches VALUES (?, ?, ?, 1) ON CONFLICT (run_id, step, sample_id)"
+            " DO UPDATE SET begun = searches.begun + 1",
+            key,
+        )
+        where = " WHERE run_id = ? AND step = ? AND sample_id = ?"
+        return int(self._database.all(f"SELECT begun FROM searches{where}", key)[0][0])
+
+    def search_undone(self, key: SampleKey) -> None:
+        """Take back that a search began."""
+        where = " WHERE run_id = ? AND step = ? AND sample_id = ?"
+        self._database.run(f"UPDATE searches SET begun = begun - 1{where}", key)
+
+    def search_ends(self, key: SampleKey) -> None:
+        """Forget how many times a search was begun."""
+        self._database.run("DELETE FROM searches WHERE run_id = ? AND step = ? AND sample_id = ?", key)
+
     def heard_from(self, run_id: str, side: Side, step: int) -> None:
         """Note that a side has reported up to `step`."""
         self._database.run(

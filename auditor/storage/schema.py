@@ -47,5 +47,11 @@ MIGRATIONS: Final[tuple[tuple[str | Callable[[Any], None], ...], ...]] = (
     ("DROP INDEX records_held", "CREATE INDEX records_held_in_order ON records (seq) WHERE payload IS NOT NULL"),
     (forget_causes_of_not_comparable,),
     ("CREATE INDEX samples_pending ON samples (run_id, step, sample_id) WHERE verdict = 'pending'",),
+    # Searches that have begun and not ended, so that one that ends the auditor does so a few times and not for ever.
+    (
+        """CREATE TABLE searches (
+            run_id {name} NOT NULL, step {integer} NOT NULL, sample_id {name} NOT NULL, begun {integer} NOT NULL,
+            PRIMARY KEY (run_id, step, sample_id))""",
+    ),
 )
 VERSION: Final = len(MIGRATIONS)

@@ -160,6 +160,17 @@ def _recompute(page: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
+                "Longest wait",
+                [
+                    Query(f"max(auditor_recompute_lag_seconds{{{_CLUSTER}}})", "for a verdict"),
+                    Query(f"max(auditor_search_lag_seconds{{{_CLUSTER}}})", "for a search for causes"),
+                ],
+                "Of the samples that wait now; ten minutes are an alert.",
+                unit="s",
+            )
+        )
+        .with_panel(
+            lines(
                 "Tokens recomputed",
                 [
                     Query(

@@ -142,10 +142,96 @@ def test_an_auditor_that_recomputes_nothing_says_so_and_how_many_samples_wait_fo
         assert auditor.get(RUN)["queued"] == 1
         auditor.kill()
         assert "no weights_root" not in auditor.log
-    for name, ledger, said in (("b", auditor.ledger, "a side; 1 samples in the ledger wait"), ("c", None, "a side\n")):
+    for name, ledger, said in (
+        ("b", auditor.ledger, "a side; 1 samples in the ledger wait 3600 s for one that has it"),
+        ("c", None, "a side\n"),
+    ):
         with running_auditor(tmp_path / name, *(("--ledger", str(ledger)) if ledger else ())) as other:
             assert other.stop() == 0
             assert f"no weights_root: nothing is recomputed, so no mismatch gets {said}" in other.log
+
+
+def test_a_sample_that_waits_for_a_reference_is_given_up_where_no_auditor_with_weights_comes(
+    root: Path, tmp_path: Path
+) -> None:
+    with running_auditor(tmp_path / "a", "--weights-root", str(root)) as auditor:
+        os.kill(workers_of(auditor)[0], signal.SIGSTOP)
+        differ(auditor, root, "first")
+        assert auditor.get(RUN)["queued"] == 1
+        auditor.kill()
+    patience = ("--ledger", str(auditor.ledger), "--recompute-retry-s")
+    with running_auditor(tmp_path / "b", *patience, "3600") as other:
+        time.sleep(1)
+        assert other.get(RUN)["queued"] == 1, "one with weights may come"
+        assert other.stop() == 0
+    with running_auditor(tmp_path / "c", *patience, "1") as other:
+        run = other.wait_for(RUN, lambda r: r["queued"] == 0)
+        assert (run["by_reference"], run["by_side"], run["by_verdict"]) == (
+            {"failed": 1}, {"unknown": 1}, {"mismatch": 1},
+        )  # fmt: skip
+        judged = other.get("/api/v1/runs/run/samples/0/first")["judgement"]
+        assert judged["reference_error"] == "weights_missing: the auditor has had no weights_root for 1 s"
+        assert counted(other, "recompute_errors", run_id="run", code="weights_missing") == 1
+        assert other.stop() == 0
+    reader = Reader(lambda: open_database(str(auditor.ledger), writer=False))
+    assert len(evidence_before(reader, time.time() + 60)) == 2, "and may be retired"
+
+
+class Deadly(ProcessWorker):
+    """A search that takes the auditor along, as one does that fills the memory of its container."""
+
+    def ask(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        if job["diagnose"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().ask(job, body)
+
+
+def deadly(weights: WeightsPlace) -> Deadly:
+    return Deadly(weights)
+
+
+def test_a_search_that_ends_the_auditor_is_begun_three_times_and_no_more(weights_root: Path, tmp_path: Path) -> None:
+    flags = ("--weights-root", str(weights_root), "--recompute-pool", "tests.auditor.test_searches:deadly")
+    with running_auditor(tmp_path, *flags) as auditor:
+        differ(auditor, weights_root, "a")
+        assert auditor.process is not None
+        for _ in range(2):
+            assert auditor.process.wait(20) == -signal.SIGKILL
+            auditor.start()
+        assert auditor.process.wait(20) == -signal.SIGKILL
+        auditor.start()
+        run = auditor.wait_for(RUN, settled)
+        assert (run["by_side"], run["by_cause"]) == ({"trainer": 1}, {"undiagnosed": 1})
+        judged = auditor.get("/api/v1/runs/run/samples/0/a")["judgement"]
+        said = "nothing was found: its search was begun 3 times and ended its worker, or the auditor, each time"
+        assert judged["causes"] == [{"cause": "undiagnosed", "score": 0.0, "evidence": said}]
+        assert auditor.stop() == 0
+
+
+def test_a_search_that_the_auditor_breaks_off_or_puts_off_counts_for_none(connect: Open) -> None:
+    ledger, at = Ledger(connect(True)), key("run", 0, "x")
+    begun = []
+    for ends in (None, "search_undone", None, "search_ends", None):
+        with ledger.transaction() as unit:
+            begun.append(unit.search_begins(at))
+            if ends is not None:
+                getattr(unit, ends)(at)
+    assert begun == [1, 2, 2, 3, 1]
+    ledger.close()
+
+
+def test_a_search_that_waits_is_seen_and_stopping_in_the_middle_of_one_is_no_beginning(
+    root: Path, tmp_path: Path
+) -> None:
+    with searching(root, tmp_path / "a", "--diagnose-per-step", "2") as auditor:
+        differ(auditor, root, "second")
+        auditor.wait_for_metrics(lambda m: m["auditor_search_lag_seconds"] > 0.5)
+        assert auditor.metrics()["auditor_search_queue_samples"] == 1
+        wait_until(lambda: bool(searching_workers(auditor)))
+        assert auditor.stop() == 0
+    assert open_database(str(auditor.ledger), writer=False).all("SELECT sample_id, begun FROM searches") == [
+        ("first", 0)
+    ]
 
 
 def test_a_search_that_does_not_end_is_ended_and_the_next_sample_is_searched(root: Path, tmp_path: Path) -> None:

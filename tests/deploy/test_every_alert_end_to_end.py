@@ -49,6 +49,7 @@ WHOSE: Final = {
     "RecomputeFails": {"run_id": "differs", "code": "weights_digest"},
     "RecomputeSkips": {"run_id": "hurried"},
     "RecomputeBehind": {"job": "stopped-auditor"},
+    "SearchBehind": {"job": "searching-auditor"},
     "DriftEffectiveSampleSize": {"run_id": "uneven"},
     "DriftChiSquare": {"run_id": "uneven"},
     "DriftKL": {"run_id": "far"},
@@ -150,6 +151,15 @@ def what_workers_do(hasty: AuditorProcess, stopped: AuditorProcess, weights: Pat
     report(stopped, spool, range(1), one_ulp_off, run_id="stopped")
 
 
+def searches_that_hang(root: Path, weights: Path) -> tuple[str, ...]:
+    """Flags of an auditor with a version that no verdict needs, each search reads, and nobody ever writes."""
+    shutil.copytree(weights, root)
+    shutil.copytree(root / "v000001", root / "v000003")
+    (root / "v000003/model.safetensors").unlink()
+    os.mkfifo(root / "v000003/model.safetensors")
+    return ("--weights-root", str(root), "--recompute-rate", "0", "--recompute-timeout-s", "3600")
+
+
 @contextmanager
 def over_and_over(pause_s: float, act: Callable[[], Any]) -> Iterator[None]:
     """`act` again and again in a thread, until the block ends."""
@@ -240,6 +250,7 @@ def test_every_alert_reaches_its_receiver(tmp_path: Path, monkeypatch: pytest.Mo
             "mortal-auditor": auditor("mortal"),
             "hasty-auditor": auditor("hasty", *reference, "--recompute-queue", "1"),
             "stopped-auditor": auditor("stopped", *reference, "--recompute-timeout-s", "3600"),
+            "searching-auditor": auditor("searching", *searches_that_hang(tmp_path / "hang", weights)),
             "late-auditor": late,
             "broken-auditor": broken,
             "slow-auditor": auditor("slow", "--ledger", server.url),
@@ -258,6 +269,9 @@ def test_every_alert_reaches_its_receiver(tmp_path: Path, monkeypatch: pytest.Mo
         began = time.monotonic()
         what_steps_say(heard["auditor"], spool)
         what_workers_do(heard["hasty-auditor"], heard["stopped-auditor"], weights, spool)
+        for sample in range(2):
+            rollout, trainer = true_pair(weights, str(sample))
+            send(heard["searching-auditor"], spool, "searched", rollout, one_ulp_off(trainer))
         report(gone, spool, range(1), run_id="gone")
         report(broken, spool, range(1), run_id="broken")
         shutil.rmtree(archive)

@@ -124,7 +124,7 @@ def one_cluster(text: str) -> str:
 
 def test_every_alert_that_waits_has_a_mutant_for_it() -> None:
     waiting = {alert for alert, rule in ALERTS.items() if "for" in rule}
-    assert len(waiting) == 11
+    assert len(waiting) == 12
     assert all({"for": "0s"} in mutants(alert) for alert in waiting)
     assert {"for": "300s"} in mutants("AuditorDown")
     asking = {alert for alert, rule in ALERTS.items() if "query" in str(rule["annotations"])}

@@ -62,7 +62,7 @@ function capsule(id, step, name, sample) {
 function causes({ cause, causes: found }) {
   if (cause === "searching") return h("p", {}, "Why: being searched for, or soon. The verdict does not wait for it.");
   if (cause === "undiagnosed") {
-    return h("p", {}, "Why: not searched for, as samples of this step or run were that came before it, or in vain. As a capsule: ",
+    return h("p", {}, found.length ? `Why: ${found[0].evidence}. As a capsule: ` : "Why: not searched for, as samples of this step or run were that came before it, or in vain. As a capsule: ",
       h("code", {}, "python -m auditor.replay --causes SECONDS"));
   }
   if (!found.length) return null;
