@@ -55,7 +55,7 @@ class Outcomes:
         begun = self._writer.submit(lambda unit: unit.search_begins(key), block=True).result()
         if begun > _BEGINNINGS:
             said = f"its search was begun {_BEGINNINGS} times and ended its worker, or the auditor, each time"
-            raise RecomputeError(said, "search_given_up")
+            raise RecomputeError(said, "worker_died")
         self._searched = key
         return records
 

@@ -141,10 +141,13 @@ def send(auditor: AuditorProcess, spool: Path, run_id: str, *records: Record) ->
         return client.flush(20)
 
 
-def what_workers_do(hasty: AuditorProcess, stopped: AuditorProcess, weights: Path, spool: Path) -> None:
-    """More mismatches than may wait, and a worker that stands still with one before it."""
+def what_workers_do(heard: dict[str, AuditorProcess], weights: Path, spool: Path) -> None:
+    """More mismatches than may wait, a worker that stands still with one before it, and a search that does."""
     samples = [true_pair(weights, str(sample)) for sample in range(8)]
-    send(hasty, spool, "hurried", *(one for rollout, trainer in samples for one in (rollout, one_ulp_off(trainer))))
+    bent = [one for rollout, trainer in samples for one in (rollout, one_ulp_off(trainer))]
+    send(heard["hasty-auditor"], spool, "hurried", *bent)
+    send(heard["searching-auditor"], spool, "searched", *bent[:4])
+    stopped = heard["stopped-auditor"]
     assert stopped.process is not None
     for worker in psutil.Process(stopped.process.pid).children(recursive=True):
         os.kill(worker.pid, signal.SIGSTOP)
@@ -268,10 +271,7 @@ def test_every_alert_reaches_its_receiver(tmp_path: Path, monkeypatch: pytest.Mo
         parts.enter_context(unheard(tmp_path, short))
         began = time.monotonic()
         what_steps_say(heard["auditor"], spool)
-        what_workers_do(heard["hasty-auditor"], heard["stopped-auditor"], weights, spool)
-        for sample in range(2):
-            rollout, trainer = true_pair(weights, str(sample))
-            send(heard["searching-auditor"], spool, "searched", rollout, one_ulp_off(trainer))
+        what_workers_do(heard, weights, spool)
         report(gone, spool, range(1), run_id="gone")
         report(broken, spool, range(1), run_id="broken")
         shutil.rmtree(archive)
