@@ -231,8 +231,8 @@ def test_every_alert_reaches_its_receiver(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.skip("prometheus or alertmanager is missing: make ops-tools")
     weights = write_versions(tmp_path / "weights")
     reference = ("--weights-root", str(weights), "--recompute-rate", "0")
-    archive = tmp_path / "archive"
-    spool = tmp_path / "spool"
+    archive, spool = tmp_path / "archive", tmp_path / "spool"
+    retiring = ("--retain-days", "0.00001", "--retain-look-s", "1", "--archive", str(archive))
     with ExitStack() as parts:
 
         def auditor(name: str, *flags: str) -> AuditorProcess:
@@ -257,9 +257,7 @@ def test_every_alert_reaches_its_receiver(tmp_path: Path, monkeypatch: pytest.Mo
             "late-auditor": late,
             "broken-auditor": broken,
             "slow-auditor": auditor("slow", "--ledger", server.url),
-            "full-auditor": auditor(
-                "full", "--retain-days", "0.00001", "--retain-look-s", "1", "--archive", str(archive)
-            ),
+            "full-auditor": auditor("full", *retiring),
         }
         gone = auditor("gone")
         short = Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="al")))
