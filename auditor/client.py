@@ -17,35 +17,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from auditor.bearer import bearer
+from auditor.channel import MAX_MESSAGE_BYTES, Channel, pause_of
 from auditor.codec import to_wire
 from auditor.errors import RecordError
 from auditor.outbox import Outbox
 from auditor.proto import audit_pb2 as pb
 from auditor.records import Record, RolloutRecord, TrainerRecord
+from auditor.self_report import SelfReport
 from auditor.spool import Claimed, Spool
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 16 << 20
-_SUBMIT = "/audit.v1.AuditService/Submit"
 _RPC_TIMEOUT_S = 10.0
+_LAST_WORD_S = 1.0
 _RETRY_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-_RETRY_AFTER = "retry-after"
 _TOO_LARGE = "message larger than max"  # gRPC's own words, before any code of the auditor's sees the message
 # Not UNIMPLEMENTED: so answers another program on the port, or an ingress that does not route to the auditor yet.
 _REFUSED_FOR_GOOD = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
-_CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
+_ROOM_FOR_STATE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +83,12 @@ class AuditClient:
         spool_limit_bytes: int = 1 << 30,
         spool_name: str = "",
     ) -> None:
-        if isinstance(token, str) and token:
-            bearer(token)
+        self._channel = Channel(address, token, credentials)
         self.run_id = run_id
         self._queue = Outbox(queue_size, queue_bytes)
         self._spool = Spool(Path(spool_dir), spool_limit_bytes)
         self._spool_name = spool_name or str(spool_dir)
-        self._token = token if callable(token) else lambda: token
-        self._channel = (
-            grpc.secure_channel(address, credentials, _CHANNEL_OPTIONS)
-            if credentials
-            else grpc.insecure_channel(address, _CHANNEL_OPTIONS)
-        )
-        # Not by the generated stub, which asks for the very newest grpcio.
-        self._submit = self._channel.unary_unary(
-            _SUBMIT, pb.SubmitRequest.SerializeToString, pb.SubmitResponse.FromString
-        )
+        self._self_report = SelfReport(run_id, self._spool.waits)
         self._address = address
         self._counts = Counts()
         self._changed = threading.Condition()
@@ -185,6 +169,7 @@ class AuditClient:
             self._count(refused=1)
             log.warning("record %s is %d bytes; the limit is %d", record.key, size, MAX_MESSAGE_BYTES)
             return
+        self._self_report.of_side(record.side)
         with self._changed:
             if self._closing:
                 self._counts = replace(self._counts, dropped=self._counts.dropped + 1)
@@ -201,8 +186,10 @@ class AuditClient:
             if batch:
                 self._deliver(batch)
             elif self._closing:
+                self._tell(_LAST_WORD_S)
                 return
             if not self._replay_some():
+                self._tell(_RPC_TIMEOUT_S)
                 self._rest()
 
     def _gather(self) -> None:
@@ -222,6 +209,16 @@ class AuditClient:
             log.exception("%s could not be read; it is tried again", self._spool_name)
             self._away_until = time.monotonic() + _RETRY_S
             return False
+
+    def _tell(self, timeout: float) -> None:
+        """Say how this client is where no batch says it: who was told of a full spool must hear of its end."""
+        if time.monotonic() < self._away_until or not self._self_report.due(self._counts.dropped):
+            return
+        try:
+            self._send(pb.SubmitRequest(batch=pb.Batch()), timeout)
+        except Exception:
+            log.exception("the auditor at %s could not be told how this client is", self._address)
+            self._away_until = time.monotonic() + _RETRY_S
 
     def _rest(self) -> None:
         """Wait a moment for work where there is none."""
@@ -277,9 +274,10 @@ class AuditClient:
             self._changed.notify_all()
         return sent
 
-    def _send(self, request: pb.SubmitRequest) -> bool:
+    def _send(self, request: pb.SubmitRequest, timeout: float = _RPC_TIMEOUT_S) -> bool:
         """Whether the auditor gave a receipt for every record; moves the queue to disk while it hesitates."""
-        call = self._submit.future(request, timeout=_RPC_TIMEOUT_S, metadata=self._metadata())
+        state = self._stated(request)
+        call = self._channel.submit(request, timeout)
         while not call.done():
             try:
                 call.exception(timeout=0.1)
@@ -294,7 +292,7 @@ class AuditClient:
         if error is not None and _TOO_LARGE in (call.details() or ""):
             return self._send_in_halves(request)
         if error is not None:
-            self._away_until = time.monotonic() + _pause(call)
+            self._away_until = time.monotonic() + pause_of(call, _RETRY_S, _LONGEST_PAUSE_S)
             if not self._away:
                 log.warning(
                     "auditor at %s takes no records (%s: %s); they wait in %s",
@@ -315,8 +313,19 @@ class AuditClient:
                         len(request.batch.records))  # fmt: skip
             self._away_until = time.monotonic() + _LONGEST_PAUSE_S
             return False
+        if state is not None:
+            self._self_report.told(state)
         self._tally(receipts)
         return True
+
+    def _stated(self, request: pb.SubmitRequest) -> pb.ClientState | None:
+        """How this client is, put into the request too; None where that cannot be said, or finds no room."""
+        records = request.batch.records
+        state = self._self_report.state(self._counts.dropped)
+        if state is None or (len(records) == 1 and records[0].ByteSize() > MAX_MESSAGE_BYTES - _ROOM_FOR_STATE):
+            return None
+        request.batch.client.CopyFrom(state)
+        return state
 
     def _send_in_halves(self, request: pb.SubmitRequest) -> bool:
         """A batch that is larger than this auditor takes at once; a single record of that size is refused for good."""
@@ -328,14 +337,6 @@ class AuditClient:
         middle = len(records) // 2
         halves = (pb.SubmitRequest(batch=pb.Batch(records=part)) for part in (records[:middle], records[middle:]))
         return all(self._send(half) for half in halves)
-
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        try:
-            token = self._token()
-            return (("authorization", bearer(token)),) if token else ()
-        except (OSError, ValueError) as error:  # ValueError: a file that is no UTF-8, and what no header can carry
-            log.warning("the auditor's token cannot be read now: %s", error)
-            return ()
 
     def _tally(self, receipts: pb.Receipts) -> None:
         outcomes = [receipt.outcome for receipt in receipts.receipts]
@@ -361,6 +362,7 @@ class AuditClient:
             self._changed.notify_all()
 
     def _store(self, request: pb.SubmitRequest) -> None:
+        request.batch.ClearField("client")  # it says how the client was then
         records = len(request.batch.records)
         try:
             stored = self._spool.put(request.SerializeToString(), records)
@@ -388,12 +390,3 @@ def _batch_in(claimed: Claimed) -> pb.SubmitRequest | None:
         return pb.SubmitRequest.FromString(claimed.payload) if claimed.whole else None
     except DecodeError:
         return None
-
-
-def _pause(call: Any) -> float:
-    """Seconds until the next try: as long as the auditor asks for, within reason."""
-    asked = [value for name, value in call.trailing_metadata() or () if name == _RETRY_AFTER]
-    try:
-        return min(max(float(asked[0]), _RETRY_S), _LONGEST_PAUSE_S) if asked else _RETRY_S
-    except ValueError:
-        return _RETRY_S

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from auditor.client import MAX_MESSAGE_BYTES
+from auditor.channel import MAX_MESSAGE_BYTES
 from auditor.codec import to_wire, varint
 from auditor.command import end
 from auditor.contracts import known_contracts

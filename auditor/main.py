@@ -38,6 +38,7 @@ from auditor.export.leaving import Leaving
 from auditor.export.metrics import Live, Metrics
 from auditor.grants import Grants
 from auditor.ingest.admission import Admission
+from auditor.ingest.clients import Clients
 from auditor.ingest.limits import Limits
 from auditor.ingest.service import AuditService, start_server
 from auditor.outcomes import Outcomes
@@ -85,6 +86,7 @@ class Auditor:
         self._ledger = ledger
         self._writer = Writer(ledger, self._board.commit, self._recover, config.write_queue)
         self._parts.callback(self._writer.close)
+        self._clients = Clients()
         live = Live(
             lambda: self._writer.waiting,
             lambda: self._queue.waiting,
@@ -94,6 +96,7 @@ class Auditor:
             lambda: self._ledger_bytes,
             clock,
             lambda: clock.jumped_seconds,
+            self._clients.waiting,
         )
         version = metadata.version("rl-kernel")
         self._metrics = Metrics(self._board, live, version)
@@ -151,7 +154,8 @@ class Auditor:
         # gRPC would say on stderr, in its own words, what `_listen` says in one line.
         _listen("gRPC", config.grpc).close()
         tls = tls_files(config)
-        service = AuditService(self._accept, limits, admission, lambda code: self._metrics.count_error("grpc", code))
+        failed = partial(self._metrics.count_error, "grpc")
+        service = AuditService(self._accept, limits, admission, failed, hear=self._clients.hear)
         credentials = grpc_credentials(tls) if tls else None
         server, port = start_server(service, join_address(host, port), limits, credentials)
         self._parts.callback(lambda: server.stop(grace=5).wait())

@@ -79,6 +79,11 @@ class Spool:
         """Records on disk, by the counts in the file names."""
         return sum(_records_in(path) for path in self._files())
 
+    def waits(self) -> tuple[int, int]:
+        """Records on disk, and their bytes."""
+        files = self._files()
+        return sum(map(_records_in, files)), sum(map(_size, files))
+
     @contextmanager
     def claim_oldest(self, but: Container[Path] = ()) -> Iterator[Claimed | None]:
         """Hold the oldest batch that no other client holds and that is not in `but`; None where there is none."""

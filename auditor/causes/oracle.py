@@ -30,6 +30,8 @@ I64 = npt.NDArray[np.int64]
 
 Kv = tuple[Bits, Bits, Bits]
 
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_LAYERS: Final = "model.layers."
 _KEPT: Final = 1 << 26  # values of queries, keys and values that are kept of one forward
 
 
@@ -41,12 +43,14 @@ class VersionUnavailable(Exception):
 class Pass:
     """One forward under unchanged weights: hidden bf16 [T,E].
 
-    layers: queries and keys (rotated) and values of each layer; None of a sample too long to keep them.
+    layers: queries and keys (rotated) and values of each layer; None of a sample too long to keep them. states: what
+    each layer is given, bf16 [T,E], and what the last one gives; None of a sample too long.
     """
 
     decoder: Decoder
     hidden: Bits
     layers: list[Kv] | None
+    states: list[Bits] | None
 
 
 class Oracle:
@@ -117,8 +121,16 @@ class Oracle:
                 layers.append((q.copy(), k.copy(), v.copy()))
                 return plain.attention(q, k, v, cu_q, cu_k)
 
-            hidden = self.hidden(edited(decoder, Edit("attention", keep)) if fits else decoder)
-            self._passes[key] = Pass(decoder, hidden, layers if fits else None)
+            sums: list[Bits] = []
+
+            def keep_sum(plain: Reference, block: Bits, stream: Bits) -> Bits:
+                sums.append(plain.residual_add(block, stream))
+                return sums[-1]
+
+            edits = [Edit("residual_add", keep_sum), Edit("attention", keep)] if fits else []
+            hidden = self.hidden(edited(decoder, *edits) if fits else decoder)
+            states = [decoder.weights[_EMBEDDING][self.tokens], *sums[1::2]]
+            self._passes[key] = Pass(decoder, hidden, *((layers, states) if fits else (None, None)))
         return self._passes[key]
 
     def logprobs_of(self, version: int) -> Logprobs:
@@ -171,14 +183,28 @@ class Oracle:
         return self.decoder.reference.logp_from_logits(rows, ids, heat, vocab=self.decoder.config.vocab)[0]
 
     def logprobs(self, decoder: Decoder) -> Logprobs:
-        """What another decoder would report, float32 [W]; costs one forward."""
-        return self.from_logits(self.head(decoder, self.hidden(decoder)[self.rows]))
+        """What another decoder would report, float32 [W]; costs as much of one forward as is not as it was."""
+        return self.from_logits(self.head(decoder, self._resumed(decoder, len(self.tokens))[self.rows]))
 
     def logprobs_of_rows(self, decoder: Decoder, at: npt.NDArray[np.int64]) -> Logprobs:
         """As `logprobs`, in some rows of the window, float32 [len(at)]; costs as much as reaches the last one."""
         rows = self.rows[at]
-        hidden = self.hidden(decoder, self.tokens[: int(rows.max()) + 1])
+        hidden = self._resumed(decoder, int(rows.max()) + 1)
         return self.from_logits(self.head(decoder, hidden[rows]), targets=self.targets[at])
+
+    def _resumed(self, decoder: Decoder, count: int) -> Bits:
+        """Hidden states of the first tokens, bf16 [count,E]: what stands before the first other weights is known."""
+        own, config = self.decoder, decoder.config
+        same = decoder.reference is own.reference and decoder.contract is own.contract and decoder.rope is own.rope
+        changed = [n for n, w in decoder.weights.items() if w is not own.weights.get(n)]
+        begins = min((_layer_of(name, config.layers) for name in changed), default=0)
+        states = self.once().states if same and config is own.config and begins else None
+        if states is None:
+            return self.hidden(decoder, self.tokens[:count])
+        self.spend(count / len(self.tokens) * (1.0 - begins / config.layers))
+        weights = {_in_layer(n, -begins): w for n, w in decoder.weights.items()} | {_EMBEDDING: states[begins][:count]}
+        rest = replace(decoder, config=replace(config, layers=config.layers - begins), weights=weights)
+        return rest.hidden([np.arange(count)])
 
     def version(self, version: int) -> Decoder:
         """The decoder of another weight version, which may have to be fetched first; VersionUnavailable."""
@@ -231,4 +257,19 @@ class Oracle:
 
 
 def _head_of(decoder: Decoder) -> Bits:
-    return decoder.weights["model.embed_tokens.weight" if decoder.config.tied else "lm_head.weight"]
+    return decoder.weights[_EMBEDDING if decoder.config.tied else "lm_head.weight"]
+
+
+def _layer_of(name: str, layers: int) -> int:
+    """The layer that a tensor is of; what stands behind them all is of the one behind the last."""
+    if name.startswith(_LAYERS):
+        return int(name.split(".")[2])
+    return 0 if name == _EMBEDDING else layers
+
+
+def _in_layer(name: str, by: int) -> str:
+    """A tensor's name where layers are numbered otherwise."""
+    if not name.startswith(_LAYERS):
+        return name
+    _, _, layer, rest = name.split(".", 3)
+    return f"{_LAYERS}{int(layer) + by}.{rest}"

@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Final
 
 from prometheus_client import (
@@ -22,6 +23,7 @@ from prometheus_client.registry import Collector
 from auditor.compare import ULP_EDGES
 from auditor.drift import statistics
 from auditor.export.board import Board, Snapshot
+from auditor.ingest.clients import Waiting
 from auditor.storage.ledger import Counter
 
 # In this format they are gauges beside each counter, which no rule or dashboard asks for.
@@ -66,6 +68,7 @@ class Live:
     ledger_bytes: Callable[[], int]
     clock: Callable[[], float]
     clock_jumped: Callable[[], float]
+    clients: Callable[[], Mapping[tuple[str, str], Waiting]]
 
 
 class AuditCollector(Collector):
@@ -96,6 +99,7 @@ class AuditCollector(Collector):
             ),
         ):
             yield GaugeMetricFamily(f"auditor_{name}", help_text, value=read())
+        yield from _of_clients(self._live.clients())
 
 
 class Metrics:
@@ -165,6 +169,22 @@ class Metrics:
             if line.startswith("#") or (run and covers(run[1])):
                 kept.append(line)
         return "".join(kept).encode()
+
+
+def _of_clients(waiting: Mapping[tuple[str, str], Waiting]) -> Iterable[Metric]:
+    for name, help_text, read in (
+        ("client_spooled_records", "Records in the spools of a run's clients.", attrgetter("spooled_records")),
+        ("client_spooled_bytes", "Bytes in the spools of a run's clients.", attrgetter("spooled_bytes")),
+        (
+            "client_dropped_records",
+            "Records that a run's clients lost since they began.",
+            attrgetter("dropped_records"),
+        ),
+    ):
+        family = GaugeMetricFamily(f"auditor_{name}", help_text, labels=("run_id", "side"))
+        for labels, said in sorted(waiting.items()):
+            family.add_metric(labels, read(said))
+        yield family
 
 
 def _counters(counters: Mapping[Counter, float]) -> Iterable[Metric]:

@@ -39,6 +39,8 @@ _PATIENCE_S = 10.0
 # Codes of calls that nobody gets an answer to.
 _SILENT: Final = "silent"
 _INCOMPLETE: Final = "incomplete"
+# What a client says of itself and cannot be so; its records are taken all the same.
+_BAD_CLIENT: Final = "bad_client"
 
 Accept = Callable[[Sequence[Incoming | Refused]], list[Receipt]]
 Request = pb.SubmitRequest | pb.SubmitStreamRequest
@@ -48,6 +50,7 @@ M = TypeVar("M", bound=Message)
 class AuditService:
     """accept: makes a batch durable and returns its receipts. on_error: told the code of each call that fails.
 
+    hear: told what clients say of themselves, be their records taken or not; False where it cannot be so.
     stream_idle_s: a stream without a message for that long is cancelled; message_s: a Submit before its message;
     patience_s: where another call needs its place.
     """
@@ -61,11 +64,12 @@ class AuditService:
         stream_idle_s: float = _STREAM_IDLE_S,
         message_s: float = _MESSAGE_S,
         patience_s: float = _PATIENCE_S,
+        hear: Callable[[pb.ClientState], bool] = lambda state: True,
     ) -> None:
         self._accept = accept
         self._limits = limits
         self._admission = admission
-        self._on_error = on_error
+        self._on_error, self._hear = on_error, hear
         self._streams = Streams(_STREAMS, stream_idle_s, lambda: on_error(_SILENT))
         self._decoding = threading.Lock()
         self._doorstep = Doorstep(_DOORSTEP, patience_s, message_s, lambda: on_error(_SILENT))
@@ -124,6 +128,8 @@ class AuditService:
     def _decoded(self, message: Request, raw: bytes, grant: Grant, peer: str) -> tuple[int, list[Incoming | Refused]]:
         """Its id and what is in it; nothing of the message itself is held any more."""
         batch = _parsed(message, raw).batch
+        if batch.HasField("client") and grant.covers(batch.client.run_id) and not self._hear(batch.client):
+            self._on_error(_BAD_CLIENT)
         self._admission.admit(batch, grant, peer)
         return batch.batch_id, admit_batch(batch, self._limits)
 

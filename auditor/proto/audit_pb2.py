@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61uditor/proto/audit.proto\x12\x08\x61udit.v1\"/\n\rSubmitRequest\x12\x1e\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x0f.audit.v1.Batch\"6\n\x0eSubmitResponse\x12$\n\x08receipts\x18\x01 \x01(\x0b\x32\x12.audit.v1.Receipts\"5\n\x13SubmitStreamRequest\x12\x1e\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x0f.audit.v1.Batch\"<\n\x14SubmitStreamResponse\x12$\n\x08receipts\x18\x01 \x01(\x0b\x32\x12.audit.v1.Receipts\"<\n\x05\x42\x61tch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12!\n\x07records\x18\x02 \x03(\x0b\x32\x10.audit.v1.Record\"A\n\x08Receipts\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12#\n\x08receipts\x18\x02 \x03(\x0b\x32\x11.audit.v1.Receipt\"K\n\x07Receipt\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.audit.v1.Outcome\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"h\n\x06Record\x12*\n\x07rollout\x18\x01 \x01(\x0b\x32\x17.audit.v1.RolloutRecordH\x00\x12*\n\x07trainer\x18\x02 \x01(\x0b\x32\x17.audit.v1.TrainerRecordH\x00\x42\x06\n\x04side\"\xd1\x03\n\x06\x43ommon\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tsample_id\x18\x03 \x01(\t\x12\x11\n\tsource_id\x18\x04 \x01(\t\x12\x12\n\nprompt_len\x18\x05 \x01(\r\x12\x18\n\x0clogprob_bits\x18\x06 \x03(\x07\x42\x02\x10\x01\x12\x11\n\tloss_mask\x18\x07 \x01(\x0c\x12$\n\x08sampling\x18\x08 \x01(\x0b\x32\x12.audit.v1.Sampling\x12\x1b\n\x0eweight_version\x18\t \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rweight_digest\x18\n \x01(\t\x12\x17\n\x0f\x63ontract_digest\x18\x0b \x01(\t\x12*\n\x0b\x65nvironment\x18\x0c \x01(\x0b\x32\x15.audit.v1.Environment\x12 \n\x06layout\x18\r \x01(\x0b\x32\x10.audit.v1.Layout\x12&\n\tpositions\x18\x0e \x01(\x0b\x32\x13.audit.v1.Positions\x12\x15\n\rlayer_digests\x18\x0f \x03(\t\x12/\n\x0erouted_experts\x18\x10 \x01(\x0b\x32\x17.audit.v1.RoutedExpertsB\x11\n\x0f_weight_version\"\\\n\rRolloutRecord\x12 \n\x06\x63ommon\x18\x01 \x01(\x0b\x32\x10.audit.v1.Common\x12\x12\n\x06tokens\x18\x02 \x03(\x07\x42\x02\x10\x01\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\"q\n\rTrainerRecord\x12 \n\x06\x63ommon\x18\x01 \x01(\x0b\x32\x10.audit.v1.Common\x12\x13\n\x0btoken_count\x18\x02 \x01(\r\x12\x15\n\rtokens_digest\x18\x03 \x01(\t\x12\x12\n\x06tokens\x18\x04 \x03(\x07\x42\x02\x10\x01\"\x7f\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\rlogprobs_mode\x18\x06 \x01(\tB\x07\n\x05_seed\"8\n\x0b\x45nvironment\x12\x0c\n\x04\x61rch\x18\x01 \x01(\t\x12\x0b\n\x03mma\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"s\n\x06Layout\x12\x0f\n\x07tp_size\x18\x01 \x01(\r\x12\x0f\n\x07\x63p_size\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11padded_vocab_size\x18\x04 \x01(\r\x12\x18\n\x0cvocab_shards\x18\x05 \x03(\rB\x02\x10\x01\"\xbc\x01\n\tPositions\x12\x13\n\x0brope_digest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x11\n\tattention\x18\x03 \x01(\t\x12\x0f\n\x03ids\x18\x04 \x03(\x07\x42\x02\x10\x01\x12\x12\n\nids_digest\x18\x05 \x01(\t\x12\x0e\n\x06window\x18\x06 \x01(\r\x12\x16\n\nfirst_keys\x18\x07 \x03(\x07\x42\x02\x10\x01\x12\x14\n\x0cleft_padding\x18\x08 \x01(\r\x12\x14\n\x0cpadding_seen\x18\t \x01(\x08\"1\n\rRoutedExperts\x12\x0f\n\x07\x63olumns\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x01(\x0c*d\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x15\n\x11OUTCOME_DUPLICATE\x10\x02\x12\x13\n\x0fOUTCOME_REFUSED\x10\x03\x32\x9e\x01\n\x0c\x41uditService\x12;\n\x06Submit\x12\x17.audit.v1.SubmitRequest\x1a\x18.audit.v1.SubmitResponse\x12Q\n\x0cSubmitStream\x12\x1d.audit.v1.SubmitStreamRequest\x1a\x1e.audit.v1.SubmitStreamResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x61uditor/proto/audit.proto\x12\x08\x61udit.v1\"/\n\rSubmitRequest\x12\x1e\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x0f.audit.v1.Batch\"6\n\x0eSubmitResponse\x12$\n\x08receipts\x18\x01 \x01(\x0b\x32\x12.audit.v1.Receipts\"5\n\x13SubmitStreamRequest\x12\x1e\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x0f.audit.v1.Batch\"<\n\x14SubmitStreamResponse\x12$\n\x08receipts\x18\x01 \x01(\x0b\x32\x12.audit.v1.Receipts\"c\n\x05\x42\x61tch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12!\n\x07records\x18\x02 \x03(\x0b\x32\x10.audit.v1.Record\x12%\n\x06\x63lient\x18\x03 \x01(\x0b\x32\x15.audit.v1.ClientState\"\x89\x01\n\x0b\x43lientState\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04side\x18\x03 \x01(\t\x12\x17\n\x0fspooled_records\x18\x04 \x01(\x04\x12\x15\n\rspooled_bytes\x18\x05 \x01(\x04\x12\x17\n\x0f\x64ropped_records\x18\x06 \x01(\x04\"A\n\x08Receipts\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12#\n\x08receipts\x18\x02 \x03(\x0b\x32\x11.audit.v1.Receipt\"K\n\x07Receipt\x12\"\n\x07outcome\x18\x01 \x01(\x0e\x32\x11.audit.v1.Outcome\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"h\n\x06Record\x12*\n\x07rollout\x18\x01 \x01(\x0b\x32\x17.audit.v1.RolloutRecordH\x00\x12*\n\x07trainer\x18\x02 \x01(\x0b\x32\x17.audit.v1.TrainerRecordH\x00\x42\x06\n\x04side\"\xd1\x03\n\x06\x43ommon\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tsample_id\x18\x03 \x01(\t\x12\x11\n\tsource_id\x18\x04 \x01(\t\x12\x12\n\nprompt_len\x18\x05 \x01(\r\x12\x18\n\x0clogprob_bits\x18\x06 \x03(\x07\x42\x02\x10\x01\x12\x11\n\tloss_mask\x18\x07 \x01(\x0c\x12$\n\x08sampling\x18\x08 \x01(\x0b\x32\x12.audit.v1.Sampling\x12\x1b\n\x0eweight_version\x18\t \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rweight_digest\x18\n \x01(\t\x12\x17\n\x0f\x63ontract_digest\x18\x0b \x01(\t\x12*\n\x0b\x65nvironment\x18\x0c \x01(\x0b\x32\x15.audit.v1.Environment\x12 \n\x06layout\x18\r \x01(\x0b\x32\x10.audit.v1.Layout\x12&\n\tpositions\x18\x0e \x01(\x0b\x32\x13.audit.v1.Positions\x12\x15\n\rlayer_digests\x18\x0f \x03(\t\x12/\n\x0erouted_experts\x18\x10 \x01(\x0b\x32\x17.audit.v1.RoutedExpertsB\x11\n\x0f_weight_version\"\\\n\rRolloutRecord\x12 \n\x06\x63ommon\x18\x01 \x01(\x0b\x32\x10.audit.v1.Common\x12\x12\n\x06tokens\x18\x02 \x03(\x07\x42\x02\x10\x01\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\"q\n\rTrainerRecord\x12 \n\x06\x63ommon\x18\x01 \x01(\x0b\x32\x10.audit.v1.Common\x12\x13\n\x0btoken_count\x18\x02 \x01(\r\x12\x15\n\rtokens_digest\x18\x03 \x01(\t\x12\x12\n\x06tokens\x18\x04 \x03(\x07\x42\x02\x10\x01\"\x7f\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\rlogprobs_mode\x18\x06 \x01(\tB\x07\n\x05_seed\"8\n\x0b\x45nvironment\x12\x0c\n\x04\x61rch\x18\x01 \x01(\t\x12\x0b\n\x03mma\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"s\n\x06Layout\x12\x0f\n\x07tp_size\x18\x01 \x01(\r\x12\x0f\n\x07\x63p_size\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11padded_vocab_size\x18\x04 \x01(\r\x12\x18\n\x0cvocab_shards\x18\x05 \x03(\rB\x02\x10\x01\"\xbc\x01\n\tPositions\x12\x13\n\x0brope_digest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x11\n\tattention\x18\x03 \x01(\t\x12\x0f\n\x03ids\x18\x04 \x03(\x07\x42\x02\x10\x01\x12\x12\n\nids_digest\x18\x05 \x01(\t\x12\x0e\n\x06window\x18\x06 \x01(\r\x12\x16\n\nfirst_keys\x18\x07 \x03(\x07\x42\x02\x10\x01\x12\x14\n\x0cleft_padding\x18\x08 \x01(\r\x12\x14\n\x0cpadding_seen\x18\t \x01(\x08\"1\n\rRoutedExperts\x12\x0f\n\x07\x63olumns\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x01(\x0c*d\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x15\n\x11OUTCOME_DUPLICATE\x10\x02\x12\x13\n\x0fOUTCOME_REFUSED\x10\x03\x32\x9e\x01\n\x0c\x41uditService\x12;\n\x06Submit\x12\x17.audit.v1.SubmitRequest\x1a\x18.audit.v1.SubmitResponse\x12Q\n\x0cSubmitStream\x12\x1d.audit.v1.SubmitStreamRequest\x1a\x1e.audit.v1.SubmitStreamResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POSITIONS'].fields_by_name['ids']._serialized_options = b'\020\001'
   _globals['_POSITIONS'].fields_by_name['first_keys']._loaded_options = None
   _globals['_POSITIONS'].fields_by_name['first_keys']._serialized_options = b'\020\001'
-  _globals['_OUTCOME']._serialized_start=1796
-  _globals['_OUTCOME']._serialized_end=1896
+  _globals['_OUTCOME']._serialized_start=1975
+  _globals['_OUTCOME']._serialized_end=2075
   _globals['_SUBMITREQUEST']._serialized_start=39
   _globals['_SUBMITREQUEST']._serialized_end=86
   _globals['_SUBMITRESPONSE']._serialized_start=88
@@ -45,29 +45,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMITSTREAMRESPONSE']._serialized_start=199
   _globals['_SUBMITSTREAMRESPONSE']._serialized_end=259
   _globals['_BATCH']._serialized_start=261
-  _globals['_BATCH']._serialized_end=321
-  _globals['_RECEIPTS']._serialized_start=323
-  _globals['_RECEIPTS']._serialized_end=388
-  _globals['_RECEIPT']._serialized_start=390
-  _globals['_RECEIPT']._serialized_end=465
-  _globals['_RECORD']._serialized_start=467
-  _globals['_RECORD']._serialized_end=571
-  _globals['_COMMON']._serialized_start=574
-  _globals['_COMMON']._serialized_end=1039
-  _globals['_ROLLOUTRECORD']._serialized_start=1041
-  _globals['_ROLLOUTRECORD']._serialized_end=1133
-  _globals['_TRAINERRECORD']._serialized_start=1135
-  _globals['_TRAINERRECORD']._serialized_end=1248
-  _globals['_SAMPLING']._serialized_start=1250
-  _globals['_SAMPLING']._serialized_end=1377
-  _globals['_ENVIRONMENT']._serialized_start=1379
-  _globals['_ENVIRONMENT']._serialized_end=1435
-  _globals['_LAYOUT']._serialized_start=1437
-  _globals['_LAYOUT']._serialized_end=1552
-  _globals['_POSITIONS']._serialized_start=1555
-  _globals['_POSITIONS']._serialized_end=1743
-  _globals['_ROUTEDEXPERTS']._serialized_start=1745
-  _globals['_ROUTEDEXPERTS']._serialized_end=1794
-  _globals['_AUDITSERVICE']._serialized_start=1899
-  _globals['_AUDITSERVICE']._serialized_end=2057
+  _globals['_BATCH']._serialized_end=360
+  _globals['_CLIENTSTATE']._serialized_start=363
+  _globals['_CLIENTSTATE']._serialized_end=500
+  _globals['_RECEIPTS']._serialized_start=502
+  _globals['_RECEIPTS']._serialized_end=567
+  _globals['_RECEIPT']._serialized_start=569
+  _globals['_RECEIPT']._serialized_end=644
+  _globals['_RECORD']._serialized_start=646
+  _globals['_RECORD']._serialized_end=750
+  _globals['_COMMON']._serialized_start=753
+  _globals['_COMMON']._serialized_end=1218
+  _globals['_ROLLOUTRECORD']._serialized_start=1220
+  _globals['_ROLLOUTRECORD']._serialized_end=1312
+  _globals['_TRAINERRECORD']._serialized_start=1314
+  _globals['_TRAINERRECORD']._serialized_end=1427
+  _globals['_SAMPLING']._serialized_start=1429
+  _globals['_SAMPLING']._serialized_end=1556
+  _globals['_ENVIRONMENT']._serialized_start=1558
+  _globals['_ENVIRONMENT']._serialized_end=1614
+  _globals['_LAYOUT']._serialized_start=1616
+  _globals['_LAYOUT']._serialized_end=1731
+  _globals['_POSITIONS']._serialized_start=1734
+  _globals['_POSITIONS']._serialized_end=1922
+  _globals['_ROUTEDEXPERTS']._serialized_start=1924
+  _globals['_ROUTEDEXPERTS']._serialized_end=1973
+  _globals['_AUDITSERVICE']._serialized_start=2078
+  _globals['_AUDITSERVICE']._serialized_end=2236
 # @@protoc_insertion_point(module_scope)

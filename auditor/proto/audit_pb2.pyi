@@ -134,23 +134,68 @@ class Batch(_message.Message):
 
     BATCH_ID_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     batch_id: _builtins.int
     """Chosen by the client, returned with the receipts; it has no other meaning."""
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___Record]: ...
+    @_builtins.property
+    def client(self) -> Global___ClientState:
+        """How whoever sends this is; a batch without records may carry it too."""
+
     def __init__(
         self,
         *,
         batch_id: _builtins.int = ...,
         records: _abc.Iterable[Global___Record] | None = ...,
+        client: Global___ClientState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "client", b"client", "records", b"records"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Batch: _TypeAlias = Batch  # noqa: Y015
+
+@_typing.final
+class ClientState(_message.Message):
+    """What a client says of itself, for the auditor's metrics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SIDE_FIELD_NUMBER: _builtins.int
+    SPOOLED_RECORDS_FIELD_NUMBER: _builtins.int
+    SPOOLED_BYTES_FIELD_NUMBER: _builtins.int
+    DROPPED_RECORDS_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """One process's client, by a name that no other has."""
+    run_id: _builtins.str
+    side: _builtins.str
+    """`rollout`, `trainer`, or empty where it sends both."""
+    spooled_records: _builtins.int
+    """What waits in its spool now, and what it lost since its start, for neither queue nor spool had room."""
+    spooled_bytes: _builtins.int
+    dropped_records: _builtins.int
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        side: _builtins.str = ...,
+        spooled_records: _builtins.int = ...,
+        spooled_bytes: _builtins.int = ...,
+        dropped_records: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_records", b"dropped_records", "instance_id", b"instance_id", "run_id", b"run_id", "side", b"side", "spooled_bytes", b"spooled_bytes", "spooled_records", b"spooled_records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientState: _TypeAlias = ClientState  # noqa: Y015
 
 @_typing.final
 class Receipts(_message.Message):

@@ -19,7 +19,7 @@ _EACH = "{{instance}} {{cluster}}"
 def build() -> dashboard.Dashboard:
     """The dashboard."""
     page = board("rlk-auditor", "RL auditor", "Ingest, lag, recompute and storage of the auditor itself.")
-    for part in (_state, _ingest, _sides, _recompute, _recompute_failures, _storage, _process):
+    for part in (_state, _ingest, _sides, _clients, _recompute, _recompute_failures, _storage, _process):
         page = part(page)
     return page
 
@@ -98,18 +98,39 @@ def _ingest(page: dashboard.Dashboard) -> dashboard.Dashboard:
     )
 
 
-def _sides(page: dashboard.Dashboard) -> dashboard.Dashboard:
-    def by_side(what: str, note: str = "") -> Query:
-        return Query(f"sum by (cluster, run_id, side) ({what})", f"{{{{side}}}} {{{{run_id}}}} {{{{cluster}}}}{note}")
+def _by_side(what: str, note: str = "") -> Query:
+    return Query(f"sum by (cluster, run_id, side) ({what})", f"{{{{side}}}} {{{{run_id}}}} {{{{cluster}}}}{note}")
 
+
+def _clients(page: dashboard.Dashboard) -> dashboard.Dashboard:
+    return page.with_panel(
+        lines(
+            "Records with the clients",
+            [
+                _by_side(f"auditor_client_spooled_records{{{AUDITOR}}}", ", on disk"),
+                _by_side(f"auditor_client_dropped_records{{{AUDITOR}}}", ", lost"),
+            ],
+            "As they say themselves, on Ray or not. On disk for five minutes is an alert, lost is one at once.",
+        )
+    ).with_panel(
+        lines(
+            "Bytes with the clients",
+            [_by_side(f"auditor_client_spooled_bytes{{{AUDITOR}}}")],
+            "In their spools; each has a bound (spool_limit_bytes), beyond which records are lost.",
+            unit="bytes",
+        )
+    )
+
+
+def _sides(page: dashboard.Dashboard) -> dashboard.Dashboard:
     silent = f"time() - max by (cluster, run_id, side) (auditor_last_record_timestamp_seconds{{{AUDITOR}}})"
     waiting = [
-        by_side(f"auditor_missing_pairs{{{AUDITOR}}}"),
-        by_side(f"auditor_overdue_pairs{{{AUDITOR}}}", ", overdue"),
+        _by_side(f"auditor_missing_pairs{{{AUDITOR}}}"),
+        _by_side(f"auditor_overdue_pairs{{{AUDITOR}}}", ", overdue"),
     ]
     given_up = [
-        by_side(f"auditor_unpaired_samples_total{{{AUDITOR}}}"),
-        by_side(f"auditor_late_samples_total{{{AUDITOR}}}", ", came after all"),
+        _by_side(f"auditor_unpaired_samples_total{{{AUDITOR}}}"),
+        _by_side(f"auditor_late_samples_total{{{AUDITOR}}}", ", came after all"),
     ]
     return (
         page.with_row(dashboard.Row("The two sides"))
@@ -124,7 +145,7 @@ def _sides(page: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Newest step of a side",
-                [by_side(f"auditor_newest_step{{{AUDITOR}}}")],
+                [_by_side(f"auditor_newest_step{{{AUDITOR}}}")],
                 "Three steps apart for ten minutes are an alert.",
             )
         )

@@ -43,7 +43,7 @@ class World:
         self.writer = Writer(self.ledger, self.board.commit, lambda: None, 8)
         self.flow = Pipeline(known_contracts(), Rate(0.0), self.board, None)
         self.leaving = Leaving(self.board, self.writer, IDLE_S, 100, lambda why, runs: self.left.append((why, runs)))
-        self.metrics = Metrics(self.board, Live(*[lambda: 0] * 6, self.clock, lambda: 0.0), "test")
+        self.metrics = Metrics(self.board, Live(*[lambda: 0] * 6, self.clock, lambda: 0.0, dict), "test")
         self._sample = 0
 
     def clock(self) -> float:

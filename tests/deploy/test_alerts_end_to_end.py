@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from auditor.client import AuditClient
 from auditor.records import TrainerRecord
 from deploy.tour.stack import Stack
 from tests.auditor.processes import AuditorProcess
@@ -60,6 +61,18 @@ def test_a_trainer_that_says_what_it_computed_as_nan_pages(watched: Watched) -> 
     wait_for(lambda: watched.paged(run_id="nan") >= {"NonfiniteLogprobs", "MismatchedTokens"}, 20)
     assert "NonfiniteLogprobs" in watched.paged(run_id="nan", side="trainer")
     assert "NonfiniteLogprobs" not in watched.paged(run_id="nan", side="rollout")
+
+
+def test_a_client_outside_of_ray_that_loses_records_pages(watched: Watched) -> None:
+    """Neither its queue nor its spool has room for one."""
+    with AuditClient(
+        watched.auditor.grpc, "lossy", spool_dir=watched.folder / "lossy", queue_size=0, spool_limit_bytes=100
+    ) as client:
+        for rollout, trainer in (pair(str(sample), run_id="lossy") for sample in range(4)):
+            client.submit_rollout(rollout)
+            client.submit_trainer(trainer)
+        assert client.counts.dropped > 0
+        wait_for(lambda: "RecordsDropped" in watched.paged(run_id="lossy", side="both"), 30)
 
 
 def test_an_auditor_that_dies_pages(watched: Watched) -> None:

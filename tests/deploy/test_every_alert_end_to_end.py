@@ -67,6 +67,8 @@ WHOSE: Final = {
     "RecordsDropped": {"run_id": "unheard"},
     "Watchdog": {},
 }
+# And others, of whom they must be told as well: a client outside of Ray, through the auditor.
+ALSO: Final = {"RecordsSpooled": {"run_id": "alone"}, "RecordsDropped": {"run_id": "alone"}}
 # A defect, put there on purpose: no caller's mistake makes one.
 DEFECT: Final = """
 import auditor.pipeline
@@ -210,7 +212,8 @@ def told(stack: Stack) -> set[str]:
     for rule in alerts():
         name = rule["alert"]
         firing = stack.firing(RECEIVERS[rule["labels"]["severity"]])
-        if any({"alertname": name, **WHOSE[name]}.items() <= alert["labels"].items() for alert in firing):
+        wanted = [{"alertname": name, **whose} for whose in (WHOSE[name], ALSO.get(name, {}))]
+        if all(any(each.items() <= alert["labels"].items() for alert in firing) for each in wanted):
             found.add(name)
     return found
 
@@ -254,6 +257,7 @@ def test_every_alert_reaches_its_receiver(tmp_path: Path, monkeypatch: pytest.Mo
             "hasty-auditor": auditor("hasty", *reference, "--recompute-queue", "1"),
             "stopped-auditor": auditor("stopped", *reference, "--recompute-timeout-s", "3600"),
             "searching-auditor": auditor("searching", *searches_that_hang(tmp_path / "hang", weights)),
+            "limited-auditor": auditor("limited", "--rate-records", "0.001", "--rate-burst-s", "1"),
             "late-auditor": late,
             "broken-auditor": broken,
             "slow-auditor": auditor("slow", "--ledger", server.url),
@@ -267,6 +271,7 @@ def test_every_alert_reaches_its_receiver(tmp_path: Path, monkeypatch: pytest.Mo
         stack = parts.enter_context(running_stack(tmp_path / "stack", targets, files))
         wait_for(lambda: len(stack.query('up{job=~".*auditor"} == 1')) == len(heard) + 1, 60)
         parts.enter_context(unheard(tmp_path, short))
+        parts.callback(alone(heard["limited-auditor"], spool).close, 0)
         began = time.monotonic()
         what_steps_say(heard["auditor"], spool)
         what_workers_do(heard, weights, spool)
@@ -282,8 +287,6 @@ def test_every_alert_reaches_its_receiver(tmp_path: Path, monkeypatch: pytest.Mo
         parts.enter_context(over_and_over(5, lambda: malformed_call(heard["auditor"])))
         parts.enter_context(over_and_over(0.5, SlowDatabase(server, heard["slow-auditor"], spool).report))
         came = wait_for_all(stack, began)
-        for name in sorted(came, key=lambda name: came[name]):
-            print(f"{name} told after {came[name]:.0f} s")
         assert came.keys() == WHOSE.keys(), f"nobody was told of {sorted(WHOSE.keys() - came.keys())}"
 
 
@@ -294,7 +297,17 @@ def wait_for_all(stack: Stack, began: float) -> dict[str, float]:
         for name in told(stack) - came.keys():
             came[name] = time.monotonic() - began
         time.sleep(2)
+    for name in sorted(came, key=lambda name: came[name]):
+        print(f"{name} told after {came[name]:.0f} s")
     return came
+
+
+def alone(limited: AuditorProcess, spool: Path) -> AuditClient:
+    """A client outside of Ray, of an auditor that takes next to nothing of it, with a spool that has room for some."""
+    client = AuditClient(limited.grpc, "alone", spool_dir=spool / "alone", queue_size=2, spool_limit_bytes=4096)
+    for sample in range(64):
+        client.submit_rollout(replace(pair(str(sample))[0], run_id="alone"))
+    return client
 
 
 @contextmanager

@@ -1,0 +1,72 @@
+"""The client's connection to an auditor: batches out, and what a failed call says of when to try again."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from auditor.bearer import bearer
+from auditor.proto import audit_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 << 20
+_SUBMIT = "/audit.v1.AuditService/Submit"
+_RETRY_AFTER = "retry-after"
+_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+class Channel:
+    """address: host:port of the auditor's gRPC. token: a bearer token or a function that gives the one in force.
+
+    credentials: for TLS; None speaks plain text. ConfigError: a token that no call carries.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str | Callable[[], str | None] | None,
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
+        if isinstance(token, str) and token:
+            bearer(token)
+        self._token = token if callable(token) else lambda: token
+        self._channel = (
+            grpc.secure_channel(address, credentials, _OPTIONS)
+            if credentials
+            else grpc.insecure_channel(address, _OPTIONS)
+        )
+        # Not by the generated stub, which asks for the very newest grpcio.
+        self._submit = self._channel.unary_unary(
+            _SUBMIT, pb.SubmitRequest.SerializeToString, pb.SubmitResponse.FromString
+        )
+
+    def submit(self, request: pb.SubmitRequest, timeout: float) -> Any:
+        """Begin a call; gRPC's future of it. timeout: seconds."""
+        return self._submit.future(request, timeout=timeout, metadata=self._metadata())
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._channel.close()
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        try:
+            token = self._token()
+            return (("authorization", bearer(token)),) if token else ()
+        except (OSError, ValueError) as error:  # ValueError: a file that is no UTF-8, and what no header can carry
+            log.warning("the auditor's token cannot be read now: %s", error)
+            return ()
+
+
+def pause_of(call: Any, least_s: float, most_s: float) -> float:
+    """Seconds until the next try: as long as the auditor asks for, within reason."""
+    asked = [value for name, value in call.trailing_metadata() or () if name == _RETRY_AFTER]
+    try:
+        return min(max(float(asked[0]), least_s), most_s) if asked else least_s
+    except ValueError:
+        return least_s

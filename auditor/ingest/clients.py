@@ -1,0 +1,67 @@
+"""What clients say of themselves, as sums over those of a run and side, for as long as they go on saying it."""
+
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from auditor.proto import audit_pb2 as pb
+
+# Four times as long as a client of this project takes between two words of what is amiss.
+_GONE_S: Final = 120.0
+_MOST: Final = 4096
+_NAME: Final = re.compile(r"[A-Za-z0-9._:@+=-]{1,128}")
+_SIDES: Final[Mapping[str, str]] = {"rollout": "rollout", "trainer": "trainer", "": "both"}
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Added up over so many clients that were heard of lately."""
+
+    clients: int = 0
+    spooled_records: int = 0
+    spooled_bytes: int = 0
+    dropped_records: int = 0
+
+
+class Clients:
+    """Thread-safe; so many clients at most, those that were heard of last. steady: seconds by a clock without jumps."""
+
+    def __init__(self, steady: Callable[[], float] = time.monotonic) -> None:
+        self._steady = steady
+        self._lock = threading.Lock()
+        # run and instance → side, when it was heard of, and its last word
+        self._heard: OrderedDict[tuple[str, str], tuple[str, float, Waiting]] = OrderedDict()
+
+    def hear(self, state: pb.ClientState) -> bool:
+        """Take in what a client says; False where a name in it is none."""
+        side = _SIDES.get(state.side)
+        if side is None or not (_NAME.fullmatch(state.run_id) and _NAME.fullmatch(state.instance_id)):
+            return False
+        said = Waiting(1, state.spooled_records, state.spooled_bytes, state.dropped_records)
+        with self._lock:
+            self._heard[state.run_id, state.instance_id] = (side, self._steady(), said)
+            self._heard.move_to_end((state.run_id, state.instance_id))
+            while len(self._heard) > _MOST:
+                self._heard.popitem(last=False)
+        return True
+
+    def waiting(self) -> dict[tuple[str, str], Waiting]:
+        """By run and side (`rollout`, `trainer`, `both`), of the clients that are not gone."""
+        found: dict[tuple[str, str], Waiting] = {}
+        with self._lock:
+            now = self._steady()
+            while self._heard and now - next(iter(self._heard.values()))[1] > _GONE_S:
+                self._heard.popitem(last=False)
+            for (run_id, _), (side, _, said) in self._heard.items():
+                before = found.get((run_id, side), Waiting())
+                found[run_id, side] = Waiting(
+                    before.clients + said.clients,
+                    before.spooled_records + said.spooled_records,
+                    before.spooled_bytes + said.spooled_bytes,
+                    before.dropped_records + said.dropped_records,
+                )
+        return found
