@@ -1,4 +1,4 @@
-"""A random model small enough for the tour, as Hugging Face writes one."""
+"""A random model small enough to train and break in seconds, as Hugging Face writes one."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,9 @@ def write_tiny_model(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_CONFIG, indent=2), "utf-8")
     random = np.random.default_rng(0)
-    entries = [Entry(name, "BF16", shape) for name, shape in expected_tensors(DecoderConfig.of(_CONFIG, "the tour"))]
+    entries = [
+        Entry(name, "BF16", shape) for name, shape in expected_tensors(DecoderConfig.of(_CONFIG, "the tiny model"))
+    ]
     write_tensors(folder / "model.safetensors", entries, (_draw(random, entry.shape) for entry in entries))
     return folder
 

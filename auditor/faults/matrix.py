@@ -99,7 +99,11 @@ def flagged_clean(world: World, count: int) -> int:
 
 def table(found: list[Outcome]) -> str:
     """The confusion matrix: a line a fault, with how often each cause was named first."""
-    width = max(len(outcome.fault) for outcome in found)
+    return "\n".join(rows(found, max(len(outcome.fault) for outcome in found)))
+
+
+def rows(found: list[Outcome], width: int) -> list[str]:
+    """Its lines. width: of the faults' names."""
     lines = []
     for name in dict.fromkeys(outcome.fault for outcome in found):
         mine = [outcome for outcome in found if outcome.fault == name]
@@ -108,7 +112,7 @@ def table(found: list[Outcome]) -> str:
         said = ", ".join(f"{cause} {count}" for cause, count in firsts.most_common())
         right = sum(outcome.correct for outcome in mine)
         lines.append(f"{name:<{width}}  {right}/{len(mine)} right, side {sides}/{len(mine)}  {said}")
-    return "\n".join(lines)
+    return lines
 
 
 def _judged(world: World, sample: Drawn, fault: Fault | PairFault, side: str, pair: Pair, seconds: float) -> Outcome:

@@ -25,7 +25,7 @@ from deploy.grafana.render import prometheus, render_all
 from deploy.prometheus.pager import render as words
 from deploy.tour import pictures
 from deploy.tour.stack import Stack, StackError, free_ports, running, running_stack, wait_until_ok
-from deploy.tour.tiny_model import write_tiny_model
+from services.tiny_model import write_tiny_model
 
 
 class Stages:

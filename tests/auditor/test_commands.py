@@ -194,6 +194,7 @@ def test_what_is_null_or_left_out_of_an_object_is_unknown() -> None:
     [
         ("auditor.capsule {folder}/l.db run 99999999999999999999 s --out {folder}/c", "steps lie in 0..2**53"),
         ("auditor.faults --model {folder}", "faults: {folder}/config.json does not exist"),
+        ("auditor.faults --engines --model {folder}", "faults: {folder}/config.json does not exist"),
         ("auditor.replay {folder} --weights-root {folder}", "Is a directory"),
         ("auditor.verify {folder}", "verify: ledger {folder}"),
         ("auditor.verify \udcff", "verify: argument '\\udcff' is not UTF-8 text"),
