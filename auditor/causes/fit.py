@@ -1,6 +1,6 @@
 """The one number that a hypothesis leaves open, found by what fits best."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -8,10 +8,21 @@ import numpy as np
 T = TypeVar("T")
 
 
-def climbed(best: T, near: Callable[[T, int], Iterable[T]], error: Callable[[T], float], step: int) -> T:
-    """What is reached from `best` by steps to whatever is near it, ever smaller ones, as long as the error shrinks."""
+def climbed(
+    best: T,
+    near: Callable[[T, int], Iterable[T]],
+    error: Callable[[T], float],
+    step: int,
+    prepare: Callable[[Sequence[T]], object] = len,
+) -> T:
+    """What is reached from `best` by steps to whatever is near it, ever smaller ones, as long as the error shrinks.
+
+    prepare: gets all whose errors are asked for next, which may be computed together.
+    """
     while step and error(best) > 0.0:
-        closer = min(near(best, step), key=error)
+        around = list(near(best, step))
+        prepare(around)
+        closer = min(around, key=error)
         if error(closer) < error(best):
             best = closer
         else:

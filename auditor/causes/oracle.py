@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from auditor.causes.edits import Edit, edited
 from auditor.causes.purse import Purse
+from auditor.causes.together import hidden_of_each
 from auditor.compare import Logprobs
 from auditor.errors import RecomputeError
 from rl_kernel.contracts import model_contract
@@ -191,6 +192,33 @@ class Oracle:
         rows = self.rows[at]
         hidden = self._resumed(decoder, int(rows.max()) + 1)
         return self.from_logits(self.head(decoder, hidden[rows]), targets=self.targets[at])
+
+    def of_each(self, decoders: Sequence[Decoder], at: npt.NDArray[np.int64]) -> list[Logprobs]:
+        """As `logprobs_of_rows` of several decoders that are `alike`, which are run together."""
+        rows, count = self.rows[at], len(decoders)
+        tokens = self.tokens[: int(rows.max()) + 1]
+        self.spend(count * len(tokens) / len(self.tokens))
+        hidden = [each[rows] for each in hidden_of_each(decoders, tokens)]
+        return self._of_hidden(hidden, np.tile(self.targets[at], count))
+
+    def of_sequences(
+        self, sequences: Sequence[npt.NDArray[np.int64]], rows: Sequence[npt.NDArray[np.int64]], at: Any
+    ) -> list[Logprobs]:
+        """What the oracle's own decoder says of other sequences in some of their rows, as many of each.
+
+        sequences: tokens, [N] each. rows: places in them, [len(at)] each. at: the window's rows whose tokens are asked
+        for.
+        """
+        cut = [tokens[: int(places.max()) + 1] for tokens, places in zip(sequences, rows, strict=True)]
+        self.spend(sum(map(len, cut)) / len(self.tokens))
+        ends = np.cumsum([len(tokens) for tokens in cut])
+        hidden = np.split(self.decoder.hidden(cut), ends[:-1])
+        taken = [each[places] for each, places in zip(hidden, rows, strict=True)]
+        return self._of_hidden(taken, np.tile(self.targets[at], len(taken)))
+
+    def _of_hidden(self, hidden: Sequence[Bits], targets: npt.NDArray[np.int64]) -> list[Logprobs]:
+        logits = self.head(self.decoder, np.concatenate(hidden))
+        return np.split(self.from_logits(logits, targets=targets), len(hidden))
 
     def _resumed(self, decoder: Decoder, count: int) -> Bits:
         """Hidden states of the first tokens, bf16 [count,E]: what stands before the first other weights is known."""

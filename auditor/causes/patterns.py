@@ -24,6 +24,8 @@ _GROWTH: Final = 4.0
 _SHRINKING: Final = 1.3
 _MOST_OF: Final = 0.9
 _TREND: Final = 0.15
+_AT_LEAST: Final = 0.1  # the same, of parts
+_UNSURE: Final = 0.02  # a row's mass that others have than its token: with less there is nothing to tell
 _BLOCKS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _NO_MORE: Final = 1.5  # times the noise: what keys cut in parts make, too, from the second part on
 
@@ -69,7 +71,8 @@ def other_weights(evidence: Evidence, noise: float | None) -> Iterator[Suggestio
 def trend(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
     """Differences that grow along the response, as wrong angles make them, or shrink, as wrong tokens in front do.
 
-    The further a response goes on, the more of what it sees is its own.
+    The further a response goes on, the more of what it sees is its own. And the surer a model is of it, the less does
+    anything move its values: so they must shrink beside how sure it is, too.
     """
     size = np.abs(evidence.delta)[evidence.active]
     if size.size < _LEAST or np.median(size) < _limit(evidence, noise):
@@ -79,12 +82,24 @@ def trend(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:
     numbers = f"mean {thirds[0]:.3g} in its first third, {thirds[-1]:.3g} in its last, rank correlation {rank:.2f}"
     if rank > 0.5 and thirds[-1] > _GROWTH * thirds[0] and (size[: len(size) // 4] > 0.0).mean() > 0.5:
         yield Suggestion("rope_scaling", _TRENDING, f"the difference grows along the response: {numbers}")
-    if rank < -_TREND and thirds[0] > _SHRINKING * thirds[-1] and (size > 0.0).mean() > 0.9:
+    if rank < -_TREND and thirds[0] > _SHRINKING * thirds[-1] and (size > 0.0).mean() > 0.9 and _beside(evidence):
         yield Suggestion(
             "other_context",
             _TRENDING,
             f"the difference shrinks along the response, as where other tokens stand in front of it: {numbers}",
         )
+
+
+def _beside(evidence: Evidence) -> bool:
+    """Whether differences shrink as parts of what a row can move by, too, which is how unsure it is of its token."""
+    with np.errstate(over="ignore"):
+        unsure = -np.expm1(np.minimum(evidence.truth.astype(np.float64), 0.0))
+    told = evidence.active & (unsure > _UNSURE)
+    size = np.abs(evidence.delta)[told] / unsure[told]
+    if size.size < _LEAST:
+        return False
+    first, *_, last = (float(third.mean()) for third in np.array_split(size, 3))
+    return _rank_correlation(size) < -_AT_LEAST and first > _SHRINKING * last
 
 
 def begins_somewhere(evidence: Evidence, noise: float | None) -> Iterator[Suggestion]:

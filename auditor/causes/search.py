@@ -4,8 +4,9 @@ A model costs a forward, so it is first tried on a few wrong rows, which cost as
 A change whose effect points where the side's does, and is not it, is then looked for in some places only.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from auditor.causes.edits import Edit, Place, edited, places
 from auditor.causes.evidence import CERTAIN, Evidence, Suggestion, bits_hit, explained, worth_saying
 from auditor.causes.oracle import F64, I64, Oracle
 from auditor.causes.purse import OutOfBudget
+from auditor.causes.together import alike
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 
@@ -28,6 +30,8 @@ _STILL_ALIGNED: Final = 0.3  # on all wrong rows
 _CONFINED: Final = 4  # changes that are looked for in some places only
 _SMALL: Final = 0.05  # of the difference: an effect that least squares tells nothing of
 _PLACES: Final = 16  # places, or runs of layers, that are told apart
+_AT_ONCE: Final = (2, 4, 8)  # models that are run together: the first ones are the likeliest
+_TOGETHER: Final = 2048  # tokens of theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +98,19 @@ def nearest_model(evidence: Evidence, oracle: Oracle, models: Iterable[Model]) -
 
 def promising(evidence: Evidence, oracle: Oracle, values: Callable[[I64], Logprobs]) -> bool:
     """Whether a few wrong rows of the window do not rule a prediction out; values: of such rows."""
+    return promising_of(evidence, oracle, 1, lambda few: [values(few)])[0]
+
+
+def promising_of(
+    evidence: Evidence, oracle: Oracle, count: int, values: Callable[[I64], Sequence[Logprobs]]
+) -> list[bool]:
+    """The same of `count` predictions that are computed together."""
     found, truth = evidence.found[oracle.window], evidence.truth[oracle.window]
     few = np.flatnonzero(evidence.differs[oracle.window] & np.isfinite(found))[:_FEW]
     if not few.size:
-        return True
-    return explained(found[few], truth[few], values(few), np.ones(few.size, np.bool_)) >= _HOPELESS
+        return [True] * count
+    every = np.ones(few.size, np.bool_)
+    return [explained(found[few], truth[few], each, every) >= _HOPELESS for each in values(few)]
 
 
 class _Trial:
@@ -118,15 +130,10 @@ class _Trial:
         found, truth = self._found[self._few], self._truth[self._few]
         active = np.ones(len(self._few), np.bool_)
         delta = found.astype(np.float64) - truth
-        for model in models:
+        for model, trial in self._tried(models, off):
             if model.kin in off:
                 continue
-            if self._few.size:
-                trial = (
-                    self._oracle.logprobs(model.decoder)[self._few]
-                    if model.whole
-                    else self._oracle.logprobs_of_rows(model.decoder, self._few)
-                )
+            if trial is not None:
                 effect = trial.astype(np.float64) - truth
                 size = float(np.abs(effect).mean() / np.abs(delta).mean())
                 if model.kin and not _SMALLER < size < _LARGER:
@@ -136,6 +143,30 @@ class _Trial:
                 if explained(found, truth, trial, active) < _HOPELESS:
                     continue
             yield model.cause, model.name, self._oracle.logprobs(model.decoder)
+
+    def _tried(self, models: Iterable[Model], off: Collection[str]) -> Iterator[tuple[Model, Logprobs | None]]:
+        """Each model with its values of a few rows, those together that can be run so. off: kins that are ruled out."""
+        if not self._few.size:
+            yield from ((model, None) for model in models)
+            return
+        most = max(1, _TOGETHER // (int(self._oracle.rows[self._few[-1]]) + 1))
+        sizes, some = chain(_AT_ONCE, repeat(_AT_ONCE[-1])), list[Model]()
+        size = min(next(sizes), most)
+        for model in models:
+            if model.kin in off:
+                continue
+            apart = model.whole or not alike(self._oracle.decoder, model.decoder)
+            if not apart:
+                some.append(model)
+            if some and (apart or len(some) == size):
+                yield from zip(some, self._oracle.of_each([m.decoder for m in some], self._few), strict=True)
+                some, size = [], min(next(sizes), most)
+            if apart and model.whole:
+                yield model, self._oracle.logprobs(model.decoder)[self._few]
+            elif apart:
+                yield model, self._oracle.logprobs_of_rows(model.decoder, self._few)
+        if some:
+            yield from zip(some, self._oracle.of_each([m.decoder for m in some], self._few), strict=True)
 
     def confined(self) -> Iterator[Candidate]:
         """The values of those that pointed in the right direction, in the places that together fit best."""

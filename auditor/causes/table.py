@@ -23,7 +23,7 @@ from auditor.causes.context.rope import padded_positions, rope
 from auditor.causes.context.routing import other_experts
 from auditor.causes.context.seen import attention_mask
 from auditor.causes.context.stepwise import row_by_row
-from auditor.causes.context.stored import stored_in_fewer_bits
+from auditor.causes.context.stored import stored_in_fewer_bits, usual_caches
 from auditor.causes.context.tenants import other_tenants
 from auditor.causes.distribution.bands import other_filters
 from auditor.causes.distribution.head import low_precision_head, low_precision_output, low_precision_values
@@ -102,6 +102,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     stale_kv,
     row_by_row,
     rope,
+    usual_caches,
     cut_in_front,
     attention_mask,
     more_in_front,

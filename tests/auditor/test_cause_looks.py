@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from auditor.causes.context.kv import lost_blocks
-from auditor.causes.distribution.softmax import tokens_forbidden
+from auditor.causes.distribution.softmax import _foretells, tokens_forbidden
 from auditor.causes.evidence import SETTLED, Evidence
+from auditor.causes.patterns import trend
 from auditor.causes.table import diagnose
 from auditor.causes.values.filler import filler
 from auditor.causes.values.transform import value_transform
@@ -73,3 +74,30 @@ def test_a_block_with_less_than_a_block_in_front_has_no_block_before_it(world: W
     wrong = right(world, sample).truth.copy()
     wrong[5] -= np.float32(1.0)
     assert not list(lost_blocks(evidence_of(world, sample, wrong), oracle_of(world, sample)))
+
+
+def shrinking(evidence: Evidence, sure: bool) -> Evidence:
+    """Differences that shrink along the response; sure: as the model gets surer, and no more than that."""
+    count = len(evidence.truth)
+    size = np.linspace(1.0, 0.1, count)
+    truth = np.log1p(-0.8 * size) if sure else np.full(count, -1.0)
+    moved = size * np.where(np.arange(count) % 2, 0.2, -0.2)
+    return replace(evidence, truth=truth.astype(np.float32), found=(truth + moved).astype(np.float32))
+
+
+def test_what_shrinks_as_a_model_gets_surer_is_nobody_s_context(world: World, sample: Drawn) -> None:
+    evidence = right(world, sample)
+    assert [said.cause for said in trend(shrinking(evidence, sure=False), 0.001)] == ["other_context"]
+    assert not list(trend(shrinking(evidence, sure=True), 0.001))
+
+
+def test_tokens_that_fit_one_row_each_explain_nothing() -> None:
+    random = np.random.default_rng(0)
+    listed, added = random.random((72, 3)) * 0.05, np.abs(random.standard_normal(72)) ** 3
+    noise = 1e-3 * random.standard_normal(72)
+    assert _foretells(listed, listed @ np.array([-1.0, 2.0, 0.7]) + noise)
+    largest = np.argsort(-added)[:40]
+    of_a_row = np.eye(72)[:, largest] + 1e-6 * random.random((72, 40))
+    left = added - of_a_row @ np.linalg.lstsq(of_a_row, added, rcond=None)[0]
+    assert np.abs(left).sum() < 0.1 * added.sum()  # so well it fits
+    assert not _foretells(of_a_row, added)

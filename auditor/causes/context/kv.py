@@ -6,7 +6,7 @@ table that is wrong by one shows another block's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from auditor.causes.context.slots import cached
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import CERTAIN, Evidence, Suggestion
 from auditor.causes.oracle import I64, Oracle, VersionUnavailable
-from auditor.causes.search import Candidate, Model, nearest, nearest_model, promising
+from auditor.causes.search import Candidate, Model, nearest, nearest_model, promising_of
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import I32, Bits, Reference
@@ -28,6 +28,7 @@ _SIZES: Final = (16, 32, 64, 8)
 _MOST_BLOCKS: Final = 8
 _VERSIONS_TRIED: Final = 3
 _LARGER: Final = 3.0
+_TOGETHER: Final = 6  # caches that are tried at once
 _SAID_BEFORE: Final = 2  # values of an older version that are none by chance
 
 
@@ -57,13 +58,41 @@ def _of_older_versions(evidence: Evidence, oracle: Oracle, in_part: bool) -> Ite
             continue
         if _beyond(evidence, oracle, old):
             continue
-        for first, last in _spans(evidence, oracle, old, in_part):
-            for what, kinds, there in islice(_which(len(layers)), None if in_part else 1):
-                decoder = _with_keys(oracle.decoder, layers, slice(first, last), kinds, there)
-                values = partial(_mended, evidence, oracle, decoder, old, 0 if first else last)
-                if promising(evidence, oracle, values):
-                    name = f"{what} of tokens {first} to {last - 1} of weight version {version}"
-                    yield "stale_kv", name, values(np.arange(len(oracle.rows)))
+        caches = [
+            _Cache(
+                f"{what} of tokens {first} to {last - 1} of weight version {version}",
+                _with_keys(oracle.decoder, layers, slice(first, last), kinds, there),
+                0 if first else last,
+            )
+            for first, last in _spans(evidence, oracle, old, in_part)
+            for what, kinds, there in islice(_which(len(layers)), None if in_part else 1)
+        ]
+        yield from _fitting(evidence, oracle, old, caches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """A decoder that reads older keys and values. until: values in front of it may have been said by the old one."""
+
+    name: str
+    decoder: Decoder
+    until: int
+
+
+def _fitting(evidence: Evidence, oracle: Oracle, old: Logprobs, caches: Sequence[_Cache]) -> Iterator[Candidate]:
+    """The values of those caches that a few rows, which are computed together, do not rule out."""
+    every = np.arange(len(oracle.rows))
+    for at in range(0, len(caches), _TOGETHER):
+        some = caches[at : at + _TOGETHER]
+
+        def values(rows: I64, some: Sequence[_Cache] = some) -> list[Logprobs]:
+            new = oracle.of_each([cache.decoder for cache in some], rows)
+            return [_mended(evidence, oracle, v, old, c.until, rows) for c, v in zip(some, new, strict=True)]
+
+        for cache, promises in zip(some, promising_of(evidence, oracle, len(some), values), strict=True):
+            if promises:
+                new = oracle.logprobs(cache.decoder)
+                yield "stale_kv", cache.name, _mended(evidence, oracle, new, old, cache.until, every)
 
 
 def _beyond(evidence: Evidence, oracle: Oracle, old: Logprobs) -> bool:
@@ -84,18 +113,21 @@ def _of_two_ages(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
             continue
         if _beyond(evidence, oracle, old):
             continue
-        for cut in sorted({size * (prompt // 2 // size or 1) for size in _SIZES if size < prompt}):
+        caches = [
+            _Cache(
+                f"keys and values of tokens 0 to {cut - 1} of weight version {oldest}, and of version {newer} up to"
+                f" {end - 1}, {said}",
+                _with_keys(oracle.decoder, layers, slice(0, end), (0, 1), range(len(layers))),
+                end,
+            )
+            for cut in sorted({size * (prompt // 2 // size or 1) for size in _SIZES if size < prompt})
             for said, layers in (
                 ("upon them", _upon(oracle, newer, first, cut)),
                 ("by itself", _joined(first, then, cut)),
-            ):
-                for end in dict.fromkeys((prompt, prompt - 1)):
-                    decoder = _with_keys(oracle.decoder, layers, slice(0, end), (0, 1), range(len(layers)))
-                    values = partial(_mended, evidence, oracle, decoder, old, end)
-                    if promising(evidence, oracle, values):
-                        name = f"keys and values of tokens 0 to {cut - 1} of weight version {oldest}, and of version"
-                        name += f" {newer} up to {end - 1}, {said}"
-                        yield "stale_kv", name, values(np.arange(len(oracle.rows)))
+            )
+            for end in dict.fromkeys((prompt, prompt - 1))
+        ]
+        yield from _fitting(evidence, oracle, old, caches)
 
 
 def _joined(front: Sequence[Kv], back: Sequence[Kv], cut: int) -> list[Kv]:
@@ -105,9 +137,8 @@ def _joined(front: Sequence[Kv], back: Sequence[Kv], cut: int) -> list[Kv]:
     ]
 
 
-def _mended(evidence: Evidence, oracle: Oracle, decoder: Decoder, old: Logprobs, old_until: int, rows: I64) -> Logprobs:
+def _mended(evidence: Evidence, oracle: Oracle, new: Logprobs, old: Logprobs, old_until: int, rows: I64) -> Logprobs:
     """Of some rows; what stands in the prefix may have been said before the new weights came, or after."""
-    new = oracle.logprobs_of_rows(decoder, rows)
     was_old = (oracle.rows[rows] < old_until) & (evidence.found[oracle.window][rows] == old[rows])
     return np.where(was_old, old[rows], new).astype(np.float32)
 

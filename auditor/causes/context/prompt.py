@@ -4,7 +4,7 @@ Which token it is shows in what its absence does: where another one stands in it
 where nothing sees it. Then every token that may stand there is tried, on the first wrong rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, combinations, pairwise
 from typing import Final
 
@@ -22,7 +22,10 @@ from rl_kernel.reference.model import Decoder
 _LEAST: Final = 12
 _ROWS: Final = 4  # wrong rows on which parts of the prompt are told apart
 _EXACT: Final = 2
-_PIECES: Final = 24  # that are hidden one by one
+_PIECES: Final = 24  # that are hidden one by one,
+_KEPT: Final = 2  # of which the likeliest are hidden
+_PARTS: Final = 3  # piece by piece
+_TOGETHER: Final = 8
 _EDGES: Final = 8
 _SIZES: Final = 16
 _ALIKE: Final = 0.5  # cosine of two differences
@@ -138,15 +141,16 @@ def other_prompt(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     if not _may_be_the_prompt(evidence, oracle, wrong):
         return
     (first, last), alike, apart = _standing_out(evidence, oracle, wrong)
-    tokens = _tokens(oracle) if last - first == 1 and alike > _PERHAPS else []
-    if best := nearest(evidence, oracle, _in_place(evidence, oracle, first, tokens)):
-        yield best
-        return
-    if alike > _ALIKE and apart > _STANDS_OUT:
+    if seems := alike > _ALIKE and apart > _STANDS_OUT:
         which = f"token {first} of the prompt is" if last - first == 1 else f"tokens {first} to {last - 1} are"
         yield Suggestion(
             "other_context", HINT, f"values move as they do where nothing sees it: {which} something else, it seems"
         )
+    tokens = _tokens(oracle) if last - first == 1 and alike > _PERHAPS else []
+    if best := nearest(evidence, oracle, _in_place(evidence, oracle, first, tokens)):
+        yield best
+        return
+    if seems:
         return
     special = _tokens(oracle)[:_SPECIAL]
     start = chain(_in_place(evidence, oracle, 0, special), _in_front(evidence, oracle, special))
@@ -164,33 +168,48 @@ def one_more_token(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
 
 def _may_be_the_prompt(evidence: Evidence, oracle: Oracle, wrong: I64) -> bool:
     """Whether values are wrong from the first one on, and by as much as another token makes."""
-    if evidence.begins is not None or wrong.size < _LEAST:
+    if evidence.begins is not None or wrong.size < _LEAST or oracle.prompt_len < 2:
         return False
     return bool(np.median(np.abs(evidence.delta[oracle.window][wrong])) >= _BEYOND)
 
 
-def _standing_out(evidence: Evidence, oracle: Oracle, wrong: I64) -> tuple[Span, float, float]:
-    """The part of the prompt whose absence has the effect most alike to the difference; how alike; above all others."""
+def _standing_out(evidence: Evidence, oracle: Oracle, rows: I64) -> tuple[Span, float, float]:
+    """The part of the prompt whose absence has the effect most alike to the difference; how alike; above all others.
+
+    Pieces of the prompt first, then pieces of the likeliest ones, and so on. rows: of the window, that tell.
+    """
     window, last = oracle.window, oracle.prompt_len
-    delta = evidence.delta[window][wrong]
+    delta, truth = evidence.delta[window][rows], evidence.truth[window][rows]
     alike: dict[Span, float] = {}
+
+    def prepare(spans: Sequence[Span]) -> None:
+        new = [(a, b) for a, b in dict.fromkeys(spans) if 0 <= a < b <= last and b - a < last and (a, b) not in alike]
+        for at in range(0, len(new), _TOGETHER):
+            some = new[at : at + _TOGETHER]
+            unseen = [edited(oracle.decoder, Edit("attention", seeing(without(*span)))) for span in some]
+            for span, values in zip(some, oracle.of_each(unseen, rows), strict=True):
+                effect = values.astype(np.float64) - truth
+                alike[span] = (cosine(effect, delta) + cosine(_evened(effect), _evened(delta))) / 2
 
     def unlike(span: Span) -> float:
         """Below 1; above where there is no such part."""
-        if not 0 <= span[0] < span[1] <= last or span[1] - span[0] == last:
-            return 2.0
-        if span not in alike:
-            unseen = edited(oracle.decoder, Edit("attention", seeing(without(*span))))
-            effect: F64 = oracle.logprobs(unseen)[wrong].astype(np.float64) - evidence.truth[window][wrong]
-            alike[span] = (cosine(effect, delta) + cosine(_evened(effect), _evened(delta))) / 2
-        return 1.0 - alike[span]
+        return 1.0 - alike.get(span, -1.0)
 
-    edges = np.unique(np.linspace(0, last, min(_PIECES, last) + 1).round().astype(int)).tolist()
-    pieces = list(pairwise(edges))
-    likest, *others = sorted(pieces, key=unlike)
-    best = climbed(likest, _beside, unlike, max(1, (likest[1] - likest[0]) // 2))
-    second = max((alike[piece] for piece in others if piece[1] < best[0] or piece[0] > best[1]), default=0.0)
+    pieces = _pieces(0, last, _PIECES)
+    prepare(pieces)
+    while some := [p for p in sorted(pieces, key=unlike)[:_KEPT] if p[1] - p[0] > 1]:
+        pieces = [part for first, end in some for part in _pieces(first, end, _PARTS)]
+        prepare(pieces)
+    likest = min(alike, key=unlike)
+    best = climbed(likest, _beside, unlike, max(1, (likest[1] - likest[0]) // 2), prepare)
+    second = max((how for piece, how in alike.items() if piece[1] < best[0] or piece[0] > best[1]), default=0.0)
     return best, alike[best], alike[best] - second
+
+
+def _pieces(first: int, last: int, count: int) -> list[Span]:
+    """About as many parts of first..last, of one size."""
+    edges = np.unique(np.linspace(first, last, min(count, last - first) + 1).round().astype(int)).tolist()
+    return list(pairwise(edges))
 
 
 def _evened(values: F64) -> F64:
@@ -200,22 +219,25 @@ def _evened(values: F64) -> F64:
 
 
 def _in_place(evidence: Evidence, oracle: Oracle, at: int, tokens: list[int]) -> Iterator[Candidate]:
-    for token in tokens:
-        other = oracle.tokens.copy()
-        other[at] = token
-        if _right(evidence, oracle, other, 0):
-            name = f"the sequence with token {token} in the place of {int(oracle.tokens[at])} at {at}"
-            yield "other_context", name, _of_tokens(oracle, other, np.arange(len(oracle.rows)), 0)
-            return
+    own = int(oracle.tokens[at])
+
+    def placed(token: int) -> I64:
+        return np.concatenate([oracle.tokens[:at], [token], oracle.tokens[at + 1 :]])
+
+    for token in _right(evidence, oracle, tokens, placed, 0):
+        name = f"the sequence with token {token} in the place of {own} at {at}"
+        yield "other_context", name, _of_tokens(oracle, [placed(token)], np.arange(len(oracle.rows)), 0)[0]
+        return
 
 
 def _in_front(evidence: Evidence, oracle: Oracle, tokens: list[int]) -> Iterator[Candidate]:
-    for token in tokens:
-        longer = np.concatenate([[token], oracle.tokens])
-        if _right(evidence, oracle, longer, 1):
-            name = f"the sequence with token {token} in front of it"
-            yield "other_context", name, _of_tokens(oracle, longer, np.arange(len(oracle.rows)), 1)
-            return
+    def placed(token: int) -> I64:
+        return np.concatenate([[token], oracle.tokens])
+
+    for token in _right(evidence, oracle, tokens, placed, 1):
+        name = f"the sequence with token {token} in front of it"
+        yield "other_context", name, _of_tokens(oracle, [placed(token)], np.arange(len(oracle.rows)), 1)[0]
+        return
 
 
 def _tokens(oracle: Oracle) -> list[int]:
@@ -226,16 +248,20 @@ def _tokens(oracle: Oracle) -> list[int]:
     return list(dict.fromkeys((*special, *rest)))
 
 
-def _right(evidence: Evidence, oracle: Oracle, tokens: I64, more: int) -> bool:
-    """Whether the first wrong rows have the values that another sequence would give."""
+def _right(
+    evidence: Evidence, oracle: Oracle, tokens: list[int], placed: Callable[[int], I64], more: int
+) -> Iterator[int]:
+    """Those with which the first wrong rows have the values of the sequence that they are placed in."""
     rows = _wrong(evidence, oracle)[:_EXACT]
-    return bool((_of_tokens(oracle, tokens, rows, more) == evidence.found[oracle.window][rows]).all())
+    for at in range(0, len(tokens), _TOGETHER):
+        some = tokens[at : at + _TOGETHER]
+        said = _of_tokens(oracle, [placed(token) for token in some], rows, more)
+        found = evidence.found[oracle.window][rows]
+        yield from (token for token, values in zip(some, said, strict=True) if (values == found).all())
 
 
-def _of_tokens(oracle: Oracle, tokens: I64, rows: I64, more: int) -> Logprobs:
-    at = oracle.rows[rows] + more
-    hidden = oracle.hidden(oracle.decoder, tokens[: int(at.max()) + 1])
-    return oracle.from_logits(oracle.head(oracle.decoder, hidden[at]), targets=oracle.targets[rows])
+def _of_tokens(oracle: Oracle, sequences: Sequence[I64], rows: I64, more: int) -> list[Logprobs]:
+    return oracle.of_sequences(sequences, [oracle.rows[rows] + more] * len(sequences), rows)
 
 
 def _wrong(evidence: Evidence, oracle: Oracle) -> I64:

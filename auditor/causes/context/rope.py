@@ -19,6 +19,7 @@ from auditor.causes.context.scalings import (
     constant,
     dynamic,
     stretched,
+    usual,
 )
 from auditor.causes.context.seen import some_layers
 from auditor.causes.context.stepwise import Kept, Row
@@ -37,7 +38,7 @@ _FEW: Final = 4
 _TRIAL: Final = 12
 _PROMISING: Final = 0.7
 _RANKS: Final = (2, 4, 8, 3)
-_USUAL: Final = 8  # scalings
+_USUAL: Final = 16  # scalings
 _ORIGINAL: Final = tuple(2**power for power in range(5, 18))
 _SKIPS: Final = (1, -1, 2, -2, 3, 4, 5, 8, 16)
 _STILL: Final = (3, 6, 12, 32, 128)  # tokens at one position
@@ -183,9 +184,10 @@ def _few_wrong(evidence: Evidence, oracle: Oracle) -> np.ndarray:
 def _models(evidence: Evidence, oracle: Oracle) -> Iterator[Model]:
     """What is common before what is rare; positions first where values are right up to some token."""
     where = np.arange(len(oracle.tokens), dtype=np.float64)
+    known = (*usual(oracle), *constant(oracle), *by_frequency(oracle), *_at_lengths(oracle))
     scalings = [
         Model.of(oracle.decoder, "rope_scaling", name, turned(oracle, where, frequencies, length))
-        for name, frequencies, length in (*constant(oracle), *by_frequency(oracle), *_at_lengths(oracle))
+        for name, (frequencies, length) in {name: (own, length) for name, own, length in known}.items()
     ]
     moves = [
         Model.of(oracle.decoder, "position_offset", name, turned(oracle, positions))

@@ -27,6 +27,26 @@ class Scaling:
     of: Callable[[int], Angles]
 
 
+def usual(oracle: Oracle) -> Iterator[tuple[str, F64, float]]:
+    """Name, frequencies and factor of what configs say most often: each family with its usual numbers.
+
+    What was stretched is the length that the config names, or what that was before.
+    """
+    own, longest = oracle.frequencies, float(oracle.decoder.config.max_position)
+    stretches = (
+        (YARN, 4.0, longest), (LLAMA3, 8.0, 8192.0), (YARN, 4.0, longest / 4.0), (YARN, 2.0, longest),
+        (YARN, 8.0, longest), (LLAMA3, 32.0, 8192.0), (YARN, 32.0, 4096.0), (YARN, 40.0, 4096.0),
+        (YARN_PLAIN, 4.0, longest), (LLAMA3, 4.0, longest), (LLAMA3, 8.0, longest), (YARN, 16.0, longest),
+    )  # fmt: skip
+    plain, rest = list(constant(oracle)), []
+    for kind, factor, original in stretches:
+        angles = stretched(oracle, kind, factor, original, _BETAS[0])
+        if not np.array_equal(angles[0], own) or angles[1] != 1.0:
+            rest.append((f"{kind} by {factor:g} of {original:g} positions", *angles))
+    bases = [angles for angles in plain if angles[0].startswith("RoPE base")]
+    yield from (plain[1], *rest[:1], plain[0], *rest[1:3], *plain[2:_USUAL], *rest[3:5], *bases, *rest[5:])
+
+
 def constant(oracle: Oracle) -> Iterator[tuple[str, F64, float]]:
     """Name, frequencies and factor of the scalings that hold for all rows alike; the common ones first."""
     own, stated = oracle.frequencies, oracle.decoder.config.rope_theta

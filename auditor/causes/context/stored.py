@@ -18,7 +18,7 @@ from auditor.causes.context.slots import Kv, Place, Tenant, asked, cached, in_pl
 from auditor.causes.edits import plain_reference
 from auditor.causes.evidence import SETTLED, Evidence, Suggestion
 from auditor.causes.oracle import F32, F64, I64, Oracle
-from auditor.causes.search import nearest
+from auditor.causes.search import Model, nearest, nearest_model
 from auditor.causes.weights.response import Response
 from rl_kernel.reference.ops import Bits, narrow, widen
 
@@ -33,6 +33,32 @@ _POWERS: Final = tuple(2.0**power for power in range(-4, 7) if power)
 _CLIPPED: Final = (0.999, 0.995, 0.99, 0.98, 0.95, 0.9)  # of the values are below the largest that is held
 _WHOLE: Final = ("a tensor", "a head", "a channel")  # scales that all tokens share
 _LIMITS: Final = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
+_USUAL: Final = (  # the commonest first; whether only rows that decode read them, or those of the prompt, too
+    ("in FP8 (E4M3) without a scale", False),
+    ("in FP8 (E4M3) without a scale", True),
+    ("in FP8 (E5M2) without a scale", False),
+    ("in FP8 (E4M3) with a scale a token and head", False),
+    ("in FP8 (E4M3) with a scale a tensor", False),
+    ("in FP8 (E5M2) without a scale", True),
+    ("in 8-bit integers with a scale a token and head", False),
+    ("in FP8 (E4M3) with a scale a head", False),
+)
+
+
+def usual_caches(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
+    """What most caches are held in, of all tokens in all layers: also of a model that is too large to be run back."""
+    if evidence.begins is None and (best := nearest_model(evidence, oracle, _usual(oracle))):
+        yield best
+
+
+def _usual(oracle: Oracle) -> Iterator[Model]:
+    known, config = dict(_roundings()), oracle.decoder.config
+    every = np.ones((config.layers, config.kv_heads), np.bool_)
+    for name, late in _USUAL:
+        whole = any(shared in name for shared in _WHOLE)
+        tenant = Tenant("kv_precision", f"{{}} {name}", partial(_of_slots, known[name]), whole=whole)
+        place = Place(tenant, 0, len(oracle.tokens), oracle.prompt_len * late, 0, every, "", 0.0)
+        yield Model("kv_precision", f"an attention with {place.name}", in_place(oracle.decoder, place), whole=whole)
 
 
 def stored_in_fewer_bits(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:

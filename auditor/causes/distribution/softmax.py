@@ -24,6 +24,7 @@ _LEFT: Final = 0.1  # of the mass, not explained
 _EACH: Final = 0.3  # of a row's mass, not explained
 _ROWS_A_TOKEN: Final = 8  # that a token explains, unless all is exact
 _FITTING: Final = 0.75  # of the rows
+_FORETOLD: Final = 0.2  # of the mass, not explained by what the other rows say
 _EXACT: Final = 1e-4
 _NOISE: Final = 5e-3
 _ROUNDING: Final = 1e-6
@@ -56,8 +57,10 @@ def touched_tokens(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         left = np.abs(added - columns[:, support] @ shares)[plain]
         explained = 1.0 - float(left.sum() / np.abs(added[plain]).sum())
         fits = (left < _EACH * np.abs(added[plain])).mean() > _FITTING
-        few = len(support) * _ROWS_A_TOKEN <= rows.size or explained > 1.0 - _EXACT * _ROWS_A_TOKEN
-        if few and explained >= 1.0 - _LEFT and fits and _varies(columns[:, support] @ shares):
+        exact = explained > 1.0 - _EXACT * _ROWS_A_TOKEN
+        few = len(support) * _ROWS_A_TOKEN <= rows.size
+        told = exact or (few and explained >= 1.0 - _LEFT and _foretells(columns[plain][:, support], added[plain]))
+        if told and explained >= 1.0 - _LEFT and fits and _varies(columns[:, support] @ shares):
             yield _said(support, shares, explained, columns.shape[1] - 1, scale)
             if columns.shape[1] - 1 not in support and (
                 best := nearest(evidence, oracle, _moved(oracle, support, shares))
@@ -118,6 +121,18 @@ def _pursued(columns: F64, added: F64, targets: I64) -> tuple[list[int], F64, Ma
         if np.abs(left[plain]).sum() < _NOISE * np.abs(added[plain]).sum():
             break
     return support[: len(shares)], shares, plain
+
+
+def _foretells(columns: F64, added: F64) -> bool:
+    """Whether each row's mass follows from the others': columns [rows,tokens] with shares that are fitted without it.
+
+    Of many thousand tokens there is one for each row that has its mass there and nowhere else. It fits, and tells
+    nothing.
+    """
+    left = added - columns @ np.linalg.lstsq(columns, added, rcond=None)[0]
+    own = (np.linalg.qr(columns)[0] ** 2).sum(axis=1)  # how much of a row's fit is its own doing
+    foretold = np.abs(left / np.maximum(1.0 - own, 1e-9))
+    return float(foretold.sum()) < _FORETOLD * float(np.abs(added).sum())
 
 
 def _said(support: list[int], shares: F64, explained: float, padding: int, scale: float) -> Suggestion:
