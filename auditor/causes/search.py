@@ -101,6 +101,21 @@ def promising(evidence: Evidence, oracle: Oracle, values: Callable[[I64], Logpro
     return promising_of(evidence, oracle, 1, lambda few: [values(few)])[0]
 
 
+def hinted(evidence: Evidence, oracle: Oracle, values: Callable[[I64], Logprobs]) -> bool:
+    """Whether wrong rows all along the window do not rule a prediction out of all of it, or of a part.
+
+    values: of such rows.
+    """
+    found, truth = evidence.found[oracle.window], evidence.truth[oracle.window]
+    wrong = np.flatnonzero(evidence.differs[oracle.window] & np.isfinite(found))
+    if wrong.size <= _FEW:
+        return True
+    few = wrong[np.linspace(0, wrong.size - 1, _FEW).astype(np.int64)]
+    said = values(few)
+    hit = found[few].view(np.uint32) == said.view(np.uint32)
+    return bool(hit.any()) or explained(found[few], truth[few], said, np.ones(few.size, np.bool_)) >= _HOPELESS
+
+
 def promising_of(
     evidence: Evidence, oracle: Oracle, count: int, values: Callable[[I64], Sequence[Logprobs]]
 ) -> list[bool]:

@@ -1,6 +1,7 @@
 """What is tried at once on a model of real size, and in which order: the usual before the rare."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from auditor.causes.together import alike, hidden_of_each
 from auditor.faults.reported import to_e4m3
 from auditor.faults.world import Drawn, World, from_bf16, to_bf16
 from rl_kernel.reference.model import Decoder
-from rl_kernel.reference.ops import Bits, Reference
+from rl_kernel.reference.ops import I32, Bits, Reference
 from tests.auditor.diagnosis import certain, evidence_of, oracle_of
 
 
@@ -32,7 +33,7 @@ def some_models(oracle: Oracle) -> list[Decoder]:
     where, own = np.arange(len(oracle.tokens), dtype=np.float64), oracle.decoder
 
     def halved(plain: Reference, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
-        return to_bf16(from_bf16(plain.gemm(x, w, segments=segments)) / 2)
+        return to_bf16(from_bf16(plain.gemm(x, w, segments=segments)) / np.float32(2))
 
     return [
         edited(own, turned(oracle, where / 4)),
@@ -49,7 +50,7 @@ def test_models_that_are_run_together_have_the_bits_of_each_by_itself(world: Wor
     for model, hidden in zip(models, hidden_of_each(models, sample.tokens), strict=True):
         assert hidden.tobytes() == model.hidden([sample.tokens]).tobytes()
     assert not alike(models[0], world.decoder(sample.version - 1))
-    assert not alike(models[0], replace(models[0], rope=tuple(table.copy() for table in models[0].rope)))
+    assert not alike(models[0], replace(models[0], rope=(models[0].rope[0].copy(), models[0].rope[1])))
 
 
 def test_rows_of_several_models_and_sequences_are_those_of_each(world: World, sample: Drawn) -> None:
@@ -90,10 +91,12 @@ def test_a_config_s_usual_stretch_is_among_the_first_that_are_tried(world: World
 
 @pytest.mark.parametrize("late", [False, True])
 def test_the_usual_caches_are_tried_without_running_the_model_back(world: World, sample: Drawn, late: bool) -> None:
-    def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: np.ndarray, cu_k: np.ndarray) -> object:
+    def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
         own = plain.attention(q, k, v, cu_q, cu_k)
-        few = plain.attention(q, *(to_bf16(to_e4m3(from_bf16(a))) for a in (k, v)), cu_q, cu_k)
-        return tuple(np.concatenate([a[: 24 * late], b[24 * late :]]) for a, b in zip(own, few, strict=True))
+        few_k, few_v = (to_bf16(to_e4m3(from_bf16(a))) for a in (k, v))
+        few = plain.attention(q, few_k, few_v, cu_q, cu_k)
+        pairs: Any = zip(own, few, strict=True)
+        return tuple(np.concatenate([a[: 24 * late], b[24 * late :]]) for a, b in pairs)
 
     wrong = world.logprobs(edited(world.decoder(sample.version), Edit("attention", attention)), sample)
     certain(usual_caches, world, sample, wrong, "kv_precision", "FP8 (E4M3) without a scale", "24 on" * late)

@@ -22,6 +22,7 @@ from auditor.compare import Logprobs
 from rl_kernel.reference.ops import F32, I32, Bits, Reference
 
 _FARTHEST: Final = 256  # positions that a row is looked for away
+_BESIDE: Final = 32  # the same, of a row of the prompt
 _NEAR: Final = (1, -1, 2, -2)
 _MOST_KEYS: Final = 96  # of which every span is tried
 _EDGES: Final = 16
@@ -161,7 +162,8 @@ def _as_before(rows: Sequence[Row], count: int) -> list[Row]:
 def _positions(oracle: Oracle, at: int, last: Row, before: Sequence[Row]) -> Iterator[Row]:
     """As the row before, standing still, then all others from near to far."""
     tried = [last.offset, last.offset - 1, last.offset + 1, 0, -at] if before else []
-    far = min(_FARTHEST, max(2 * at, 64))
+    # One that is right in front of the response alone is none that moved the response, which another search looks for.
+    far = min(_FARTHEST, max(2 * at, 64)) if at >= oracle.prompt_len else _BESIDE
     # A rotation is relative: where those in front were moved on, a row stands further back than 0.
     tried += [by for size in range(1, far + 1) for by in (size, -size)]
     yield from (Row(offset=by) for by in dict.fromkeys(tried))

@@ -7,8 +7,9 @@ import numpy as np
 
 from auditor.causes.evidence import STRONG, Evidence, Suggestion
 from auditor.causes.fit import roundings
-from auditor.causes.oracle import F64, Oracle
-from auditor.causes.search import Candidate, nearest
+from auditor.causes.oracle import F64, I64, Oracle
+from auditor.causes.search import Candidate, hinted, nearest
+from auditor.compare import Logprobs
 
 _LOWEST: Final = 0.05
 _HIGHEST: Final = 20.0
@@ -25,7 +26,7 @@ _TOGETHER: Final = 3  # temperatures of different tokens that are tried for all
 def temperature(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """The temperatures at which the reference gives what the side reports, and whether it then gives the same bits."""
     rows, heats = _of_each_row(evidence, oracle)
-    best = nearest(evidence, oracle, _candidates(oracle, heats))
+    best = nearest(evidence, oracle, _candidates(evidence, oracle, heats))
     if best is not None:
         yield best
     by_entropy = np.argsort(_entropies(oracle, rows), kind="stable")
@@ -43,12 +44,18 @@ def _entropies(oracle: Oracle, rows: np.ndarray) -> F64:
     return entropies
 
 
-def _candidates(oracle: Oracle, heats: F64) -> Iterator[Candidate]:
+def _candidates(evidence: Evidence, oracle: Oracle, heats: F64) -> Iterator[Candidate]:
     stated = oracle.temperature
     usual = {1.0: ", as if not divided at all", stated * stated: ", as if divided twice", 1.0 / stated: ", the inverse"}
     found = [value for heat in _commonest(heats, stated) for value in roundings(heat)]
     for heat in dict.fromkeys((*usual, *found)):
-        if abs(heat / stated - 1.0) > _SAME and _LOWEST <= heat <= _HIGHEST:
+        if abs(heat / stated - 1.0) <= _SAME or not _LOWEST <= heat <= _HIGHEST:
+            continue
+
+        def values(rows: I64, heat: float = heat) -> Logprobs:
+            return oracle.from_logits(oracle.own_logits[rows], heat, oracle.targets[rows])
+
+        if hinted(evidence, oracle, values):
             name = f"temperature {heat:.4g}{usual.get(heat, '')}, where {stated:.4g} is stated"
             yield "temperature", name, oracle.from_logits(oracle.own_logits, heat)
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from auditor.causes.evidence import CERTAIN, HINT, STRONG, Evidence, Suggestion, correlation
-from auditor.causes.oracle import Oracle
-from auditor.causes.search import Candidate, nearest
+from auditor.causes.oracle import I64, Oracle
+from auditor.causes.search import Candidate, hinted, nearest
+from auditor.compare import Logprobs
 
 _LEAST = 12
 _FARTHEST = 16  # tokens that equal bits are looked for away
@@ -79,20 +80,31 @@ def wrong_row(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     inner[[oracle.window.start, oracle.window.stop - 1]] = (
         False  # beyond the window there is no row or token to look at
     )
-    if best := nearest(replace(evidence, active=inner), oracle, _wrong_rows(oracle)):
+    evidence = replace(evidence, active=inner)
+    if best := nearest(evidence, oracle, _wrong_rows(evidence, oracle)):
         yield best
 
 
-def _wrong_rows(oracle: Oracle) -> Iterator[Candidate]:
-    last, targets = len(oracle.tokens) - 1, oracle.targets
+def _wrong_rows(evidence: Evidence, oracle: Oracle) -> Iterator[Candidate]:
+    last, targets, count = len(oracle.tokens) - 1, oracle.targets, len(oracle.rows)
     for by in (1, -1, 2, -2):
-        rows = np.clip(oracle.rows + by, 0, last)
-        name = f"each token in the row {abs(by)} {'after' if by > 0 else 'before'} its own"
-        yield "off_by_one", name, oracle.from_logits(oracle.logits(rows), targets=targets)
+
+        def beside(rows: I64, by: int = by) -> Logprobs:
+            return oracle.from_logits(oracle.own_logits[np.clip(rows + by, 0, count - 1)], targets=targets[rows])
+
+        if hinted(evidence, oracle, beside):
+            name = f"each token in the row {abs(by)} {'after' if by > 0 else 'before'} its own"
+            rows = np.clip(oracle.rows + by, 0, last)
+            yield "off_by_one", name, oracle.from_logits(oracle.logits(rows), targets=targets)
     for name, others in (
         ("the likeliest token in each row", oracle.own_logits[:, : oracle.decoder.config.vocab].argmax(axis=1)),
         ("the token before in each row", oracle.tokens[oracle.rows]),
         ("the token after in each row", oracle.tokens[np.minimum(oracle.rows + 2, last)]),
     ):
-        cause = "other_token" if "likeliest" in name else "off_by_one"
-        yield cause, name, oracle.from_logits(oracle.own_logits, targets=others)
+
+        def of_others(rows: I64, others: I64 = others) -> Logprobs:
+            return oracle.from_logits(oracle.own_logits[rows], targets=others[rows])
+
+        if hinted(evidence, oracle, of_others):
+            cause = "other_token" if "likeliest" in name else "off_by_one"
+            yield cause, name, oracle.from_logits(oracle.own_logits, targets=others)
