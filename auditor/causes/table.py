@@ -60,6 +60,7 @@ Pattern = Callable[[Evidence, float | None], Iterator[Suggestion]]
 _PIECES: Final = 4
 _MAY_BE_BEATEN: Final = 0.5
 _ALL_BUT_NOISE: Final = 0.99 * STRONG  # a prediction that leaves a hundredth: in other roundings it would be exact
+_FAR_BEYOND: Final = 10.0  # times rounding: what no order of sums makes
 _FAR_BELOW: Final = 0.01  # times rounding: what no other value inside of the model makes
 
 # Read off the values alone.
@@ -101,8 +102,8 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     split_sums,
     stale_kv,
     row_by_row,
-    rope,
     usual_caches,
+    rope,
     cut_in_front,
     attention_mask,
     more_in_front,
@@ -204,7 +205,9 @@ def _of_models(evidence: Evidence, oracle: Oracle) -> tuple[Compute, ...]:
     # Where neither side computes as the reference does, no fault finer than that could be told.
     if not evidence.alone and _within(BEYOND_BY_BOTH, evidence, oracle):
         return ()
-    return OF_MODELS[: OF_MODELS.index(split_sums) + 1] if _within(_FAR_BELOW, evidence, oracle) else OF_MODELS
+    if _within(_FAR_BELOW, evidence, oracle):
+        return OF_MODELS[: OF_MODELS.index(split_sums) + 1]
+    return OF_MODELS if _within(_FAR_BEYOND, evidence, oracle) else tuple(s for s in OF_MODELS if s is not split_sums)
 
 
 def _in_pieces(evidence: Evidence, oracle: Oracle) -> list[Suggestion]:
