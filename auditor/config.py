@@ -3,7 +3,7 @@
 import difflib
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -34,7 +34,8 @@ class Config(BaseModel):
     ] = None
     weights_keep: Annotated[int, Field(ge=1, le=1000, description="versions that stay in it")] = 8
     store_endpoint: Annotated[
-        str, Field(description="http(s):// URL of an S3 service that is not Amazon's, for weights_root and archive")
+        str,
+        Field(description="http(s):// URL of an S3 service that is not Amazon's, for all three places"),
     ] = ""
     store_region: Annotated[str, Field(description="its region, where it wants one")] = ""
     recompute_rate: Annotated[
@@ -85,6 +86,11 @@ class Config(BaseModel):
     archive: Annotated[
         str, Field(description="folder or s3:// URL that dropped content is written to before, as Parquet")
     ] = ""
+    evidence: Annotated[
+        Literal["none", "mismatches", "recomputed", "all"],
+        Field(description="samples whose tokens are written to evidence_place as Parquet once they are judged"),
+    ] = "none"
+    evidence_place: Annotated[str, Field(description="folder or s3:// URL for them")] = ""
     retain_look_s: Annotated[float, Field(gt=0, description="seconds between two looks for what is that old")] = 60.0
     token_file: Annotated[
         Path | None,
@@ -230,6 +236,10 @@ def _check_paths(config: Config) -> None:
     Grants(config.token_file, config.tokens_file)
     if config.archive and not config.retain_days:
         raise ConfigError("archive is given and retain_days is 0: nothing would ever be written to it")
+    if (config.evidence == "none") != (not config.evidence_place):
+        raise ConfigError(
+            "evidence (mismatches, recomputed or all) and evidence_place are given together or not at all"
+        )
     folder = Path(config.ledger).parent
     if "://" not in config.ledger and not folder.is_dir():
         raise ConfigError(f"ledger {config.ledger}: folder {folder} does not exist")

@@ -36,6 +36,7 @@ from auditor.export.board import Board
 from auditor.export.connections import HEAD_BYTES, BoundedProtocol
 from auditor.export.leaving import Leaving
 from auditor.export.metrics import Live, Metrics
+from auditor.file_place import FilePlace
 from auditor.grants import Grants
 from auditor.ingest.admission import Admission
 from auditor.ingest.clients import Clients
@@ -54,12 +55,14 @@ from auditor.storage.database import open_database
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
 from auditor.tls import Renewal, TlsFiles, grpc_credentials, http_context
+from auditor.token_evidence import TokenEvidence, Wanted
 from auditor.unpaired import Unpaired
 from auditor.workers import find
 from auditor.writer import Writer
 
 log = logging.getLogger("auditor")
 _UPKEEP_S = 30.0
+_EVIDENCE_S = 2.0
 _OPEN_FILES = 65536
 
 
@@ -131,10 +134,20 @@ class Auditor:
         if config.weights_root is None:
             end = partial(self._outcomes.end_queued, config.recompute_retry_s)
             self._every(_often(config.recompute_retry_s), "samples that wait for a reference", end)
+        unexported = None
+        if config.evidence != "none":
+            tokens = self._token_evidence(config, config.evidence)
+            self._every(_EVIDENCE_S, "token rows that are to be written", tokens.look, "evidence")
+            unexported = tokens.unexported
         if config.retain_days:
             archive = ParquetArchive(config.archive, store_access(config)) if config.archive else None
-            old = Retirement(self._reader, self._writer, config.retain_days, archive, clock, self._stopping)
+            old = Retirement(self._reader, self._writer, config.retain_days, archive, clock, self._stopping, unexported)
             self._every(config.retain_look_s, "evidence that is to be retired", old.look, "retention")
+
+    def _token_evidence(self, config: Config, wanted: Wanted) -> TokenEvidence:
+        place = config.evidence_place
+        files = FilePlace("evidence_place", place, store_access(config))
+        return TokenEvidence(self._reader, self._writer, wanted, place, files, self._stopping)
 
     def _every(self, period_s: float, name: str, look: Callable[[], None], part: str = "upkeep") -> None:
         self._parts.callback(Periodic(name, period_s, look, partial(self._metrics.count_error, part)).close)

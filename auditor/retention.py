@@ -10,17 +10,15 @@ twice, because the auditor died in between, is dropped once.
 
 import hashlib
 import io
-import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final, Protocol
 
-from auditor.errors import ArchiveError, ConfigError
-from auditor.object_store import AMAZON, StoreAccess, is_url, open_place
+from auditor.file_place import FilePlace, tables_in
+from auditor.object_store import AMAZON, StoreAccess
 from auditor.records import SampleKey
 from auditor.storage.ledger import Unit
 from auditor.storage.reader import Reader
@@ -56,12 +54,7 @@ class ParquetArchive:
     """One Parquet file a batch under `place`: a folder, or the URL of an object store (s3://bucket/prefix)."""
 
     def __init__(self, place: str, access: StoreAccess = AMAZON) -> None:
-        self._files, self._root = open_place("archive", place, access)
-        self._local = not is_url(place)
-        try:
-            self._files.create_dir(self._root, recursive=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"archive {place}: {_one_line(error)}") from None
+        self._place = FilePlace("archive", place, access)
 
     def write(self, evidence: Sequence[Evidence]) -> None:
         """Store a batch, whole or not at all; the name says which entries of the chain it covers.
@@ -72,15 +65,7 @@ class ParquetArchive:
         content = _parquet(evidence)
         mark = hashlib.sha256(content).hexdigest()[:16]
         name = f"evidence-{evidence[0].seq:012d}-{evidence[-1].seq:012d}-{mark}.parquet"
-        try:
-            if self._local:
-                _write_whole(Path(self._root) / name, content)
-            else:
-                # An object appears when its stream is closed, after the store has taken all of it.
-                with self._files.open_output_stream(f"{self._root}/{name}") as stream:
-                    stream.write(content)
-        except (OSError, ValueError) as error:
-            raise ArchiveError(f"archive {self._root}: {_one_line(error)}") from None
+        self._place.put(name, content)
 
 
 def archived(place: str, access: StoreAccess, seq: int, digest: bytes) -> bytes | None:
@@ -89,21 +74,15 @@ def archived(place: str, access: StoreAccess, seq: int, digest: bytes) -> bytes 
     seq, digest: as the chain has them, so that nothing else is taken for it.
     ArchiveError where the place cannot be read.
     """
-    files, root = open_place("archive", place, access)
-    from pyarrow import fs, parquet  # noqa: PLC0415 - an extra of its own
 
-    try:
-        for info in files.get_file_info(fs.FileSelector(root)):
-            name = _NAME.fullmatch(info.base_name)
-            if name is None or not int(name[1]) <= seq <= int(name[2]):
-                continue
-            with files.open_input_file(info.path) as file:
-                rows = parquet.read_table(file, columns=["payload"], filters=[("seq", "=", seq)])
-            for payload in rows["payload"].to_pylist():
-                if hashlib.sha256(payload).digest() == digest:
-                    return bytes(payload)
-    except (OSError, ValueError) as error:
-        raise ArchiveError(f"archive {root}: {_one_line(error)}") from None
+    def covers(name: str) -> bool:
+        found = _NAME.fullmatch(name)
+        return found is not None and int(found[1]) <= seq <= int(found[2])
+
+    for _, rows in tables_in("archive", place, access, covers, ["payload"], [("seq", "=", seq)]):
+        for payload in rows["payload"].to_pylist():
+            if hashlib.sha256(payload).digest() == digest:
+                return bytes(payload)
     return None
 
 
@@ -136,6 +115,7 @@ class Retirement:
     """Retires what is older than `days`, a batch at a time between the records that come in.
 
     clock: that of the ledger, for ages are differences of its times. stopping: set where no further batch is begun.
+    unexported: settled samples whose token rows are to be written first; None: too many, and nothing is retired.
     """
 
     def __init__(
@@ -146,7 +126,9 @@ class Retirement:
         archive: Archive | None,
         clock: Callable[[], float],
         stopping: threading.Event,
+        unexported: Callable[[], Collection[SampleKey] | None] | None = None,
     ) -> None:
+        self._unexported = unexported
         self._reader, self._writer, self._days, self._archive = reader, writer, days, archive
         self._clock, self._stopping = clock, stopping
         newest = reader.newest()
@@ -155,10 +137,16 @@ class Retirement:
     def look(self) -> None:
         """Retire all that is old by now; ArchiveError or LedgerError where that cannot be done, and it stays."""
         until = _first_young(self._reader, self._clock() - self._stood_still_s - self._days * _DAY_S)
-        while not self._stopping.is_set() and (evidence := _evidence(self._reader, until, _BATCH)):
+        while not self._stopping.is_set() and (evidence := self._next(until)):
             if self._archive is not None:
                 self._archive.write(evidence)
             self._writer.submit(partial(drop, evidence=evidence), block=True).result()
+
+    def _next(self, until: int) -> list[Evidence]:
+        """The next batch; asked after what is settled is known, for what settles later is exported later too."""
+        evidence = _evidence(self._reader, until, _BATCH)
+        waiting: Collection[SampleKey] | None = () if self._unexported is None else self._unexported()
+        return [] if waiting is None else [one for one in evidence if one.key not in waiting]
 
 
 def _parquet(evidence: Sequence[Evidence]) -> bytes:
@@ -180,21 +168,3 @@ def _parquet(evidence: Sequence[Evidence]) -> bytes:
     buffer = io.BytesIO()
     parquet.write_table(table, buffer, compression="zstd")
     return buffer.getvalue()
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    draft = path.with_name(f".{path.name}.part")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

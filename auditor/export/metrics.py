@@ -51,6 +51,8 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("run_id", "chosen"),
         "Samples that were to be recomputed and found no room to wait.",
     ),
+    "evidence_samples": ((), "Samples whose token rows were written to evidence_place."),
+    "evidence_rows": ((), "Token rows that were written to evidence_place."),
     "unpaired_samples": (("run_id", "side"), "Samples that were given up, for this side had not come in time."),
     "late_samples": (("run_id", "side"), "Samples that were given up and whose side came after all: judged then."),
 }
@@ -146,7 +148,7 @@ class Metrics:
         )
 
     def count_error(self, part: str, code: str) -> None:
-        """Count a failure. part: grpc, http, judge, causes, retention or upkeep."""
+        """Count a failure. part: grpc, http, judge, causes, retention, evidence or upkeep."""
         self._errors.labels(part, code).inc()
 
     def count_left(self, reason: str, runs: int) -> None:

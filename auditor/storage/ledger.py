@@ -127,6 +127,12 @@ class Unit:
                 (*state, *key),
             )
 
+    def export_reaches(self, name: str, seq: int) -> None:
+        """Note that an export has what it wants of the chain up to an entry."""
+        self._database.run(
+            "INSERT INTO exports VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET seq = excluded.seq", (name, seq)
+        )
+
     def search_begins(self, key: SampleKey) -> int:
         """Note that a search for a sample's causes begins; how many times it has begun without an end."""
         self._database.run(

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,6 +30,16 @@ PENDING_SINCE = (
     " AND s.verdict = 'pending' AND r.received_at < ? ORDER BY r.seq LIMIT ?"
 )
 _RUNS_GROUP = " GROUP BY r.run_id, r.first_at, r.last_at, r.body"
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictRow:
+    """A verdict of the chain. digest: of its body, in hex, as the chain has it; body: the judgement as JSON."""
+
+    seq: int
+    key: SampleKey
+    body: str
+    digest: str
 
 
 class Reader:
@@ -137,6 +148,25 @@ class Reader:
             "SELECT payload FROM reference_logprobs WHERE run_id = ? AND step = ? AND sample_id = ?", key
         )
         return np.frombuffer(bytes(rows[0][0]), "<f4").astype(np.float32) if rows else None
+
+    def verdicts_after(self, seq: int, limit: int) -> list[VerdictRow]:
+        """Verdicts behind an entry of the chain, in its order."""
+        rows = self.database.all(
+            "SELECT v.seq, v.run_id, v.step, v.sample_id, v.body, e.digest FROM verdicts v JOIN entries e"
+            " ON e.seq = v.seq WHERE v.seq > ? ORDER BY v.seq LIMIT ?",
+            (seq, limit),
+        )
+        return [VerdictRow(at, SampleKey(*key), body, bytes(digest).hex()) for at, *key, body, digest in rows]
+
+    def verdict_at(self, seq: int) -> VerdictRow | None:
+        """The verdict of one entry; None where that entry is none."""
+        found = self.verdicts_after(seq - 1, 1)
+        return found[0] if found and found[0].seq == seq else None
+
+    def exported(self, name: str) -> int:
+        """The last entry of the chain of which an export has what it wants; 0 where it has not begun."""
+        rows = self.database.all("SELECT seq FROM exports WHERE name = ?", (name,))
+        return int(rows[0][0]) if rows else 0
 
     def queued(self) -> Iterator[tuple[SampleKey, bool]]:
         """Samples that wait for the reference, and whether they are mismatches."""

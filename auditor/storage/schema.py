@@ -53,5 +53,7 @@ MIGRATIONS: Final[tuple[tuple[str | Callable[[Any], None], ...], ...]] = (
             run_id {name} NOT NULL, step {integer} NOT NULL, sample_id {name} NOT NULL, begun {integer} NOT NULL,
             PRIMARY KEY (run_id, step, sample_id))""",
     ),
+    # How far what is written away of the chain has come, by what and where to.
+    ("CREATE TABLE exports (name {name} PRIMARY KEY, seq {integer} NOT NULL)",),
 )
 VERSION: Final = len(MIGRATIONS)

@@ -257,11 +257,18 @@ def _storage(page: dashboard.Dashboard) -> dashboard.Dashboard:
     retired = f"sum by (cluster, instance) (rate(auditor_retired_records_total{{{_CLUSTER}}}{_RATE}))"
     left = f"sum by (cluster, instance, reason) (auditor_left_runs_total{{{_CLUSTER}}})"
     size, dropped = "docs/operations/sizing.md says what to expect a token.", "Content dropped by age, archived first."
+    written = [
+        Query(
+            f"sum by (cluster, instance) (rate(auditor_evidence_{what}_total{{{_CLUSTER}}}{_RATE}))", f"{what} {_EACH}"
+        )
+        for what in ("rows", "samples")
+    ]
     gone = "Silent for shown_idle_s, or crowded out by shown_runs others, since the start."
     return (
         page.with_row(dashboard.Row("Storage"))
         .with_panel(lines("Ledger by auditor", [Query(ledger, _EACH)], size, unit="bytes", span=8))
         .with_panel(lines("Records retired", [Query(retired, _EACH)], dropped, unit="cps", span=8))
+        .with_panel(lines("Token rows written", written, "For evidence_place.", unit="cps", span=8))
         .with_panel(lines("Runs that left /metrics", [Query(left, f"{{{{reason}}}} {_EACH}")], gone, span=8))
     )
 

@@ -28,7 +28,7 @@ STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """auditor: asks its reference about mismatches only, retires what is settled. mortal: one that nobody needs.
+    """auditor: asks its reference about mismatches only, writes their tokens, retires what is settled. mortal: one that nobody needs.
     hasty: one that waits for nobody: shows one run, gives a side a second and its reference a moment.
 
     weights: its `weights_root`. reporting: of the runs `clean`, `deaf` and `native`, done when all is reported.
@@ -114,6 +114,7 @@ def watched(folder: Path) -> Iterator[Watched]:
     weights = write_versions(folder / "weights")
     reference = ("--weights-root", str(weights), "--recompute-rate", "0")
     retiring = ("--retain-days", "0.00001", "--retain-look-s", "0.5")
+    retiring += ("--evidence", "mismatches", "--evidence-place", str(folder / "evidence"))
     haste = ("--pair-wait-s", "1", "--shown-runs", "1", "--shown-idle-s", "30")
     haste += ("--recompute-queue", "1", "--recompute-timeout-s", "0.001")
     with (

@@ -24,6 +24,7 @@
 {{- $calls := list }}
 {{- if .postgres.url }}{{- $calls = append $calls "auditor.postgres.url" }}{{- end }}
 {{- if contains "://" (.config.archive | default "") }}{{- $calls = append $calls "auditor.config.archive" }}{{- end }}
+{{- if contains "://" (.config.evidence_place | default "") }}{{- $calls = append $calls "auditor.config.evidence_place" }}{{- end }}
 {{- if ne (.config.recompute_pool | default "process") "process" }}{{- $calls = append $calls "auditor.config.recompute_pool" }}{{- end }}
 {{- with $calls }}
 {{- fail (printf "%s: the NetworkPolicy lets nothing out; allow it, and DNS (port 53, UDP and TCP), in auditor.networkPolicy.egress" (join ", " .)) }}
