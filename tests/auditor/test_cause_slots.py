@@ -13,9 +13,10 @@ from auditor.causes.context.masked import masked_in_part
 from auditor.causes.context.prompt import chunk_of_the_prompt
 from auditor.causes.context.routing import other_experts
 from auditor.causes.context.seen import Part, attention_mask, missing, seeing, window, without
+from auditor.causes.context.slots import asked
 from auditor.causes.context.stepwise import row_by_row
 from auditor.causes.context.stored import stored_in_fewer_bits
-from auditor.causes.context.tenants import other_tenants
+from auditor.causes.context.tenants import _edges, other_tenants
 from auditor.causes.edits import Edit, edited
 from auditor.compare import Logprobs
 from auditor.faults.blind_third_ops import Native
@@ -24,7 +25,7 @@ from auditor.faults.reported import to_e4m3
 from auditor.faults.suite import kv_of
 from auditor.faults.world import Drawn, World, from_bf16, to_bf16
 from rl_kernel.reference.ops import I32, Bits, Reference
-from tests.auditor.diagnosis import certain, evidence_of, said
+from tests.auditor.diagnosis import certain, evidence_of, oracle_of, said
 
 
 @pytest.fixture(scope="module")
@@ -230,3 +231,31 @@ def test_what_nothing_fits_is_told_to_stand_in_the_prompt_or_everywhere(world: W
         suggestion = said(other_tenants, world, sample, wrong)
         assert suggestion is not None
         assert (suggestion.cause, suggestion.score) == (cause, 0.43)
+
+
+def test_slots_behind_the_rows_that_are_asked_for_end_no_search(
+    world: World, sample: Drawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a dear model a few rows are run back, and the last of them may stand in front of slots that are told apart."""
+    monkeypatch.setattr("auditor.causes.weights.response._DEAREST", 4e9)
+    layers = kv_of(world, world.decoder(sample.version - 2), sample.tokens)
+    wrong = world.logprobs(world.decoder(sample.version), sample).copy()
+    wrong[30:] = under(world, sample, old_from(layers, 50))[30:]
+    oracle, evidence = oracle_of(world, sample), evidence_of(world, sample, wrong)
+    rows, response = asked(evidence, oracle)
+    assert response is not None
+    edges, _ = _edges(evidence, oracle)
+    assert edges[-1] > oracle.rows[rows[-1]] + 1
+    assert list(other_tenants(evidence, oracle)) is not None
+
+
+def old_from(layers: Any, first: int) -> Callable[..., Any]:
+    each = iter(layers * 2)
+
+    def attention(plain: Reference, q: Bits, k: Bits, v: Bits, cu_q: I32, cu_k: I32) -> Any:
+        k, v = k.copy(), v.copy()
+        for own, foreign in zip((k, v), next(each), strict=True):
+            own[first : first + 4] = foreign[first : first + 4]
+        return plain.attention(q, k, v, cu_q, cu_k)
+
+    return attention

@@ -82,7 +82,10 @@ class Slots:
         own = response.in_roundings(delta)
         self.hidden = float((own * own).mean()) < _HIDDEN**2  # by roundings, so that every row is needed
         self._rows = np.arange(len(delta))[:: 1 if self.hidden or edges[-1] <= _SHORT else 1 + len(delta) // _ENOUGH]
-        self._edges, self._readers = edges, readers
+        # Of few rows the last one may stand in front of some slots, which it does not read.
+        self._edges, self._readers = edges[edges <= (reached := response.of_attention[0].shape[1])], readers
+        if self._edges[-1] < min(reached, edges[-1]):
+            self._edges = np.append(self._edges, reached)
         self._whiten = whitening(response, delta, self._rows)
         self._found, self._noise = delta[self._rows], np.diag(response.spread)[self._rows]
         self._delta = self._whiten @ self._found
