@@ -31,11 +31,15 @@ LAST_BITS: Final = 1e-5  # a difference that anything may make by chance
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """One possible cause. score: 0..1, see above. evidence: one sentence with the numbers that it rests on."""
+    """One possible cause. score: 0..1, see above. evidence: one sentence with the numbers that it rests on.
+
+    sure: whether so much of the difference is nothing's doing by chance, whatever else was not tried.
+    """
 
     cause: str
     score: float
     evidence: str
+    sure: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from auditor.causes.computation.activations import products_in_fewer_bits
 from auditor.causes.computation.constants import other_constants
+from auditor.causes.computation.formats import usual_formats
 from auditor.causes.computation.precision import low_precision
 from auditor.causes.computation.reduction import rounding_noise, split_sums
 from auditor.causes.computation.variants import other_model
@@ -103,7 +104,9 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     stale_kv,
     row_by_row,
     usual_caches,
+    mixed_weights,
     rope,
+    usual_formats,
     cut_in_front,
     attention_mask,
     more_in_front,
@@ -113,7 +116,6 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     chunk_of_the_prompt,
     other_prompt,
     other_constants,
-    mixed_weights,
     other_tenants,
     masked_in_part,
     rounded_weights,
@@ -130,7 +132,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     one_more_token,
 )
 # What users report most of all these; their turns are twice as long.
-USUAL: Final = (split_sums, stale_kv, row_by_row, rope)
+USUAL: Final = (split_sums, stale_kv, row_by_row, mixed_weights, rope)
 COMPUTED: Final[tuple[Compute, ...]] = (*OF_ROWS, *OF_MODELS)
 # Where values are wrong by themselves; whole models may have said them one by one, as a draft's does.
 BY_THEMSELVES: Final[tuple[Compute, ...]] = (other_model, other_constants, sampler_defaults, two_steps)
@@ -157,7 +159,7 @@ def diagnose(evidence: Evidence, oracle: Oracle | None) -> tuple[Suggestion, ...
 
 def _unsure(said: Suggestion) -> Suggestion:
     """What takes away a part of the difference may be beaten by what was not tried."""
-    return replace(said, score=said.score * _MAY_BE_BEATEN) if said.score < HINT else said
+    return said if said.score >= HINT or said.sure else replace(said, score=said.score * _MAY_BE_BEATEN)
 
 
 def _looks_like(evidence: Evidence, oracle: Oracle | None, untried: list[str]) -> Iterator[Suggestion]:

@@ -215,7 +215,8 @@ def narrow(x: npt.NDArray[Any]) -> Bits:
 
 def widen(bits: Bits) -> F32:
     """The fp32 values of bf16 bit patterns."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    wide: npt.NDArray[np.uint32] = np.left_shift(bits, 16, dtype=np.uint32)
+    return wide.view(np.float32)
 
 
 def canonical(x: F32) -> F32:

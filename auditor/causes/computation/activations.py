@@ -63,7 +63,7 @@ class _Rounding(NamedTuple):
 def products_in_fewer_bits(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """The rounding that has the side's bits, or that the difference points to."""
     measured = measured_of(evidence, oracle)
-    if measured is None or measured.response is None or measured.size < _LEAST:
+    if measured is None or not isinstance(measured.response, Response) or measured.size < _LEAST:
         return
     by_rounding = list(_guesses(measured, measured.response))
     guesses = [guess for _, guess in sorted(by_rounding, key=lambda pair: pair[1].unlikely)]

@@ -4,6 +4,7 @@ The three are combined; effects of one format at one place are all of one size, 
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +34,25 @@ def _e5m2(x: F32) -> F32:
 
 
 def _float8(x: F32, mantissa: int, smallest: int, largest: float) -> F32:
-    """To the nearest value with so many bits of mantissa, ties to even; below 2^smallest the steps stay equal."""
+    """To the nearest value with so many bits of mantissa, ties to even; below 2^smallest the steps stay equal.
+
+    Read off a table by 16 bits, of which the last one says whether anything stands behind them.
+    """
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    codes = (bits >> 16) | ((bits & 0xFFFF) != 0)
+    nearest: F32 = _float8_by_code(mantissa, smallest, largest)[codes]
+    return nearest
+
+
+@cache
+def _float8_by_code(mantissa: int, smallest: int, largest: float) -> F32:
+    codes: F32 = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return nearest_float8(codes, mantissa, smallest, largest)
+
+
+def nearest_float8(x: F32, mantissa: int, smallest: int, largest: float) -> F32:
+    """As it is defined, with arithmetic."""
     drop = np.uint32(23 - mantissa)
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     half = (np.uint32(1) << (drop - np.uint32(1))) - np.uint32(1)
@@ -151,17 +170,17 @@ def _products(decoder: Decoder) -> Iterator[Model]:
         for over, axes in (*_FINE, *OF_ROWS):
             of_weights = _remembered(coarse(to, limit, axes))
             name = f"matrices in {format_} with a scale {_for(over)}"
-            edit = Edit("gemm", _product(None, of_weights))
+            edit = Edit("gemm", product_of(None, of_weights))
             yield Model.of(decoder, "weight_precision", name, edit, f"weights {limit}")
             for share, axes_in in OF_ROWS if limit not in _COARSE else ():
-                both = Edit("gemm", _product(coarse(to, limit, axes_in), of_weights))
+                both = Edit("gemm", product_of(coarse(to, limit, axes_in), of_weights))
                 said = (
                     f"products in {format_}, with a scale {_for(over)} of the weights and {_for(share)} of the inputs"
                 )
                 yield Model.of(decoder, "activation_precision", said, both, f"products {limit}", whole=share in _WHOLE)
         if limit not in _COARSE:
             for over, axes in OF_ROWS:
-                alone = Edit("gemm", _product(coarse(to, limit, axes), None))
+                alone = Edit("gemm", product_of(coarse(to, limit, axes), None))
                 said = f"inputs of products in {format_} with a scale {_for(over)}"
                 yield Model.of(decoder, "activation_precision", said, alone, f"inputs {limit}", whole=over in _WHOLE)
 
@@ -198,7 +217,9 @@ def _coarse_attention(rounded: Coarse) -> Callable[..., Any]:
     return attention
 
 
-def _product(of_inputs: Coarse | None, of_weights: Coarse | None) -> Callable[..., Any]:
+def product_of(of_inputs: Coarse | None, of_weights: Coarse | None) -> Callable[..., Any]:
+    """Products of rounded inputs, of rounded weights, or of both."""
+
     def gemm(plain: Reference, x: Bits, w: Bits, *, segments: int = 1) -> Bits:
         return plain.gemm(of_inputs(x) if of_inputs else x, of_weights(w) if of_weights else w, segments=segments)
 

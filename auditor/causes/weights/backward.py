@@ -52,10 +52,10 @@ class Backward:
         """Of everything, from the output layer back to the embedding. A tied embedding comes twice."""
         config, count = self.decoder.config, len(self._rows)
         embedding = "model.embed_tokens.weight"
-        groups = [slice(at, min(at + self._group, count)) for at in range(0, count, self._group)]
-        grads = []
-        for rows in groups:
-            grads.append((yield from self._head_back(embedding if config.tied else "lm_head.weight", rows)))
+        # The longest rows first, so that what is made of their tokens is made of all.
+        groups = [slice(max(0, last - self._group), last) for last in range(count, 0, -self._group)]
+        signal = yield from self._head_back(embedding if config.tied else "lm_head.weight")
+        grads = [self._begun(rows, signal[rows]) for rows in groups]
         for layer in reversed(range(config.layers)):
             for rows, grad in zip(groups, grads, strict=True):
                 yield from self._mlp_back(layer, rows, grad)
@@ -63,21 +63,26 @@ class Backward:
         for rows, grad in zip(groups, grads, strict=True):
             yield Signal(embedding, grad, None, rows)
 
-    def _head_back(self, head: str, rows: slice) -> Generator[Signal, None, F32]:
-        """From the values to the hidden states in front of the last norm, [B,T,E]."""
-        config, norm = self.decoder.config, self.weights["model.norm.weight"]
-        unit, last = self._unit[rows], self._rows[rows]
-        hidden = unit * norm
-        z = (hidden @ self.weights[head].T)[:, : config.vocab] / self._heat
+    def _head_back(self, head: str) -> Generator[Signal, None, F32]:
+        """From the values to what the last norm gives and on to the hidden states, [B,E]."""
+        config, norm, every = self.decoder.config, self.weights["model.norm.weight"], slice(0, len(self._rows))
+        hidden, weight = self._unit * norm, self.weights[head]
+        z = (hidden @ weight.T)[:, : config.vocab] / self._heat
         p = np.exp(z - z.max(axis=1, keepdims=True))
         of_logits = -p / p.sum(axis=1, keepdims=True) / self._heat
-        of_logits[np.arange(len(z)), self._targets[rows]] += 1 / self._heat
-        yield Signal(head, of_logits, hidden, rows)
-        signal = of_logits @ self.weights[head][: config.vocab]
-        yield Signal("", signal, hidden, rows)
-        yield Signal("model.norm.weight", signal * unit, None, rows)
-        grad = np.zeros((len(last), int(last.max()) + 1, config.hidden), np.float32)
-        grad[np.arange(len(last)), last] = _through_norm(signal, unit, self._inverse[rows], norm)
+        of_logits[np.arange(len(z)), self._targets] += 1 / self._heat
+        signal = of_logits @ weight[: config.vocab]
+        del weight
+        yield Signal(head, of_logits, hidden, every)
+        yield Signal("", signal, hidden, every)
+        yield Signal("model.norm.weight", signal * self._unit, None, every)
+        return _through_norm(signal, self._unit, self._inverse, norm)
+
+    def _begun(self, rows: slice, signal: F32) -> F32:
+        """A group's signals [b,T,E], which begin in a token of their own."""
+        last = self._rows[rows]
+        grad = np.zeros((len(last), int(last.max()) + 1, self.decoder.config.hidden), np.float32)
+        grad[np.arange(len(last)), last] = signal
         return grad
 
     def _layer(self, layer: int, name: str) -> F32:

@@ -32,7 +32,7 @@ _LEAST: Final = 1.5  # in roundings
 def one_factor(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """A tensor of which all values are multiplied, to the bit; or what it is that one factor would explain."""
     measured = measured_of(evidence, oracle)
-    if measured is None or measured.response is None or measured.size < _LEAST:
+    if measured is None or not isinstance(measured.response, Response) or measured.size < _LEAST:
         return
     features, delta = _features(measured.response), measured.delta
     moved = {name: float(x @ delta) / float(x @ x) for name, x in features.items() if x.any()}

@@ -11,6 +11,7 @@ from rl_kernel.reference.ops import F32, Bits, narrow, widen
 
 _TO_E4M3, _TO_E5M2 = FORMATS[0][1], FORMATS[2][1]
 _LEAST: Final = np.float32(1e-12)
+_AT_A_TIME: Final = 128  # rows of a matrix, which fit into a core's cache
 _E2M1: Final = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _NF4: Final = np.array(
     [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
@@ -101,6 +102,9 @@ def coarse(grid: Grid, sharing: Sharing, like: F32 | None = None) -> Coarse:
     """bf16 → bf16, rounded under scales of its own, or of another array of its shape."""
 
     def rounded(bits: Bits) -> Bits:
+        if like is None and bits.ndim == 2 and len(bits) > _AT_A_TIME and _by_rows(sharing):
+            few = range(0, len(bits), _AT_A_TIME)
+            return np.concatenate([rounded(bits[at : at + _AT_A_TIME]) for at in few])
         x = widen(bits)
         parts, axes = _parted(x, sharing)
         scales = parts if like is None else _parted(like, sharing)[0]
@@ -108,6 +112,13 @@ def coarse(grid: Grid, sharing: Sharing, like: F32 | None = None) -> Coarse:
         return narrow(whole[tuple(slice(0, n) for n in x.shape)])
 
     return rounded
+
+
+def _by_rows(sharing: Sharing) -> bool:
+    """Whether a few rows of a matrix are rounded as they are among all."""
+    return bool(
+        sharing.fixed or sharing.group or sharing.axes == (1,) or (sharing.block and not _AT_A_TIME % sharing.block)
+    )
 
 
 def _padded(shape: tuple[int, ...], sharing: Sharing) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from auditor.causes.oracle import F64, I64, Oracle
 from auditor.causes.weights.parts import Choice, Layout, Part, replaced
 from auditor.causes.weights.response import Effect, Response, response_of, rows_of, total
 from auditor.causes.weights.runs import runs
+from auditor.causes.weights.streamed import Streamed, streamed
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 from rl_kernel.reference.ops import Bits
@@ -24,8 +25,11 @@ from rl_kernel.reference.ops import Bits
 _ROWS: Final = 72  # wrong rows on which weights are told apart
 _FEW: Final = 2  # of them whose bits tell
 _FAR: Final = 100.0  # times `rounding_noise`
+_NOT_SO_FAR: Final = 30.0  # the same, where the model has to be run back for it
 _ALL_ANEW: Final = 2.1  # times `rounding_noise`, in which about half of the roundings fall out anew
 _EXACTLY: Final = 1e-3  # of a rounding, squared: a difference below which is none
+_DEAR: Final = 24  # guesses, each of which costs a good part of a second
+_BESIDE: Final = 10.0  # as a logarithm: how much likelier one guess makes another not worth a trial
 _BEAM: Final = 24
 _KEPT: Final = 192  # sets
 _ROUNDS: Final = 10
@@ -67,7 +71,9 @@ class Guess:
 class Measured:
     """The difference of a side in some rows, in roundings, and what other weights make of it."""
 
-    def __init__(self, oracle: Oracle, response: Response | None, rows: I64, found: Logprobs, truth: Logprobs) -> None:
+    def __init__(
+        self, oracle: Oracle, response: Response | Streamed | None, rows: I64, found: Logprobs, truth: Logprobs
+    ) -> None:
         self.oracle, self.response, self._rows = oracle, response, rows
         self._found = found
         self._layouts: dict[int, Layout] = {}
@@ -119,9 +125,16 @@ class Measured:
             return self.oracle.logprobs(decoder)[few].tobytes() == self._found[:_FEW].tobytes()
         return self.oracle.logprobs_of_rows(decoder, few).tobytes() == self._found[:_FEW].tobytes()
 
+    @property
+    def dear(self) -> bool:
+        """Whether a guess costs so much that only those are tried that are likely beside others."""
+        return isinstance(self.response, Streamed)
+
     def first_exact(self, guesses: Iterable[Guess], most: int) -> Guess | None:
         """Of the likeliest so many."""
         likeliest = sorted(guesses, key=lambda guess: guess.unlikely)[:most]
+        if self.dear:
+            likeliest = [g for g in likeliest[:_DEAR] if g.unlikely < likeliest[0].unlikely + _BESIDE]
         return next((guess for guess in likeliest if self.is_exact(guess)), None)
 
     def begin_from(self, guess: Guess) -> None:
@@ -131,18 +144,21 @@ class Measured:
 
     def decoder(self, guess: Guess) -> Decoder:
         """The oracle's own, with the weights and ops of a guess."""
-        own = self.oracle.decoder
-        return edited(replace(own, weights={**own.weights, **guess.make()}), *guess.edits)
+        other = replace(self.oracle.decoder, weights={**self.oracle.decoder.weights, **guess.make()})
+        return edited(other, *guess.edits) if guess.edits else other
 
     def _in_roundings(self, values: Logprobs) -> F64:
         delta = self._found.astype(np.float64) - values
         return self.response.in_roundings(delta) if self.response else 0.0 * delta
 
 
-def measured_of(evidence: Evidence, oracle: Oracle, near: bool = True) -> Measured | None:
+def measured_of(
+    evidence: Evidence, oracle: Oracle, near: bool = True, others: Sequence[Mapping[str, Bits]] = ()
+) -> Measured | None:
     """Of the first wrong rows of the window; None where they are few, or right up to some token: no tensor is.
 
-    near: None also where the difference is far beyond what the first order tells.
+    near: None also where the difference is far beyond what the first order tells. others: of which effects are asked,
+    where a model is too large to know them of whatever is asked later.
     """
     window = oracle.window
     found, truth = evidence.found[window], evidence.truth[window]
@@ -153,7 +169,11 @@ def measured_of(evidence: Evidence, oracle: Oracle, near: bool = True) -> Measur
     if oracle.noise is not None and median > _FAR * oracle.noise:
         return None if near else Measured(oracle, None, rows, found[rows], truth[rows])
     rows = rows_of(oracle, rows)
-    measured = Measured(oracle, response_of(oracle, rows), rows, found[rows], truth[rows])
+    response: Response | Streamed | None = response_of(oracle, rows)
+    if response is None and others and (oracle.noise is None or median < _NOT_SO_FAR * oracle.noise):
+        response = streamed(oracle, rows, others)
+        rows = rows if response is None else response.at
+    measured = Measured(oracle, response, rows, found[rows], truth[rows])
     if measured.response is not None:
         oracle.noise = median / max(_ALL_ANEW * measured.size, 1e-9)
     return measured

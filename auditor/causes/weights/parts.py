@@ -18,7 +18,7 @@ _RUNS: Final = 16  # of layers, or of the tensors in their order, that are told 
 _FUSED: Final = (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"))  # are held as one, or rotated
 _LATER: Final = 0.01  # a cost, by which smaller sets are tried when larger ones of every kind have been
 _ALONE: Final = 1.15  # a cost
-_MOST: Final = 64  # tensors that are told apart one by one
+MOST: Final = 64  # tensors that are told apart one by one
 
 Names = frozenset[str]
 
@@ -103,14 +103,7 @@ class Layout:
         every = frozenset(self.names)
         if not every:
             return
-        yield "all tensors", every
-        for block in _BLOCKS:
-            yield f"{block.strip('.')} tensors", frozenset(n for n in every if block in n)
-        for kind in dict.fromkeys(map(kind_of, self.names)):
-            yield kind, frozenset(n for n in every if kind_of(n) == kind)
-        for first, second in _FUSED:
-            yield f"{first} and {second}", frozenset(n for n in every if first in n or second in n)
-        yield "vocabulary tensors", frozenset(n for n in every if "embed" in n or "lm_head" in n)
+        yield from self.everywhere()
         layers = sorted({layer_of(n) for n in every})
         for run in np.array_split(layers, min(len(layers), _RUNS)):
             inside = frozenset(n for n in every if layer_of(n) in run)
@@ -119,6 +112,18 @@ class Layout:
             for block in _BLOCKS:
                 if run[0] >= 0:
                     yield f"{block.strip('.')} tensors of {where}", frozenset(n for n in inside if block in n)
+
+    def everywhere(self) -> Iterator[tuple[str, Names]]:
+        """Of these, what is not of some layers only."""
+        every = frozenset(self.names)
+        yield "all tensors", every
+        for block in _BLOCKS:
+            yield f"{block.strip('.')} tensors", frozenset(n for n in every if block in n)
+        for kind in dict.fromkeys(map(kind_of, self.names)):
+            yield kind, frozenset(n for n in every if kind_of(n) == kind)
+        for first, second in _FUSED:
+            yield f"{first} and {second}", frozenset(n for n in every if first in n or second in n)
+        yield "vocabulary tensors", frozenset(n for n in every if "embed" in n or "lm_head" in n)
 
     def blocks(self) -> Iterator[Choice]:
         """All tensors, and those of a block of every layer."""
@@ -132,7 +137,7 @@ class Layout:
             if names and names not in seen:
                 seen.add(names)
                 yield Choice(said, self.whole(names), 1.0 + _LATER * at)
-        for name in self.names[:_MOST]:
+        for name in self.names[:MOST]:
             yield Choice(name, self.whole(frozenset([name])), _ALONE)
 
     def choices(self) -> Iterator[Choice]:
@@ -142,14 +147,14 @@ class Layout:
             yield Choice(said, self.whole(names), 1.0)
             yield Choice(f"all but {said}", self.whole(every - names), 2.0)
         yield from self._ends()
-        for name in self.names[:_MOST]:
+        for name in self.names[:MOST]:
             yield Choice(name, self.whole(frozenset([name])), 3.0)
             yield Choice(f"all but {name}", self.whole(every - {name}), 4.0)
 
     def _ends(self) -> Iterator[Choice]:
         """The first or the last tensors of a transfer, in the order of the file or of their names."""
         for order in dict.fromkeys((self.names, tuple(sorted(self.names)))):
-            step = max(1, -(-len(order) // _MOST))
+            step = max(1, -(-len(order) // MOST))
             for cut in range(step, len(order), step):
                 yield Choice(f"the tensors up to {order[cut - 1]}", self.whole(frozenset(order[:cut])), 2.0)
                 yield Choice(f"the tensors from {order[cut]} on", self.whole(frozenset(order[cut:])), 2.0)

@@ -9,9 +9,10 @@ B rows that are asked for, N and K of a matrix [N,K], S other sets of weights.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from auditor.causes.oracle import F32, F64, I64, Oracle
 from auditor.causes.weights.backward import Backward, Signal
@@ -22,15 +23,18 @@ _DEAREST: Final = 4e10  # floating point operations
 _MOST_BYTES: Final = 1 << 28
 _LEAST: Final = 16  # rows that tell anything
 # Of a value in bf16, relative to it: the root of two roundings' variance, each even over a step of 2^-8 to 2^-7.
-_ROUNDED: Final = 0.3 * 2.0**-7
+ROUNDED: Final = 0.3 * 2.0**-7
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Of one tensor's change. rows, columns: float64 [B,N+1] and [B,K+1], of all before each; [B,2] if cut nowhere."""
+    """Of one tensor's change. rows, columns: float64 [B,N+1] and [B,K+1], of all before each; [B,2] if cut nowhere.
+
+    columns: None where nothing is known of them.
+    """
 
     rows: F64
-    columns: F64
+    columns: F64 | None
 
     @property
     def whole(self) -> F64:
@@ -40,13 +44,33 @@ class Effect:
 
     def parts(self, axis: int) -> F64:
         """Of all rows, or columns, before each one."""
-        return self.columns if axis else self.rows
+        if not axis:
+            return self.rows
+        assert self.columns is not None
+        return self.columns
 
     def part(self, axis: int, first: int, last: int) -> F64:
         """Of rows, or columns, first..last; [B]."""
         sums = self.parts(axis)
         difference: F64 = sums[:, min(last, sums.shape[1] - 1)] - sums[:, first]
         return difference
+
+
+class Effects(dict[str, Effect]):
+    """Of each tensor that is not the same."""
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: at for at, name in enumerate(self)}
+
+    @cached_property
+    def _whole(self) -> F64:
+        return np.stack([effect.whole for effect in self.values()])
+
+    def of_whole(self, names: Sequence[str]) -> F64:
+        """What these tensors make together, [B]."""
+        result: F64 = self._whole[[self._places[name] for name in names]].sum(axis=0, dtype=np.float64)
+        return result
 
 
 class Response:
@@ -75,7 +99,7 @@ class Response:
     @cached_property
     def spread(self) -> F64:
         """Of what rounding alone may make: how the rows' differences go together, [B,B]."""
-        spread = self._spread * _ROUNDED**2
+        spread = self._spread * ROUNDED**2
         floor = 1e-6 * float(np.trace(spread)) / len(spread)
         regular: F64 = spread + floor * np.eye(len(spread))
         return regular
@@ -90,12 +114,12 @@ class Response:
         whitened: F64 = np.linalg.solve(self._root, values).astype(np.float64)
         return whitened
 
-    def effects(self, others: Sequence[Mapping[str, Bits]], parts: bool) -> list[dict[str, Effect]]:
+    def effects(self, others: Sequence[Mapping[str, Bits]], parts: bool) -> list[Effects]:
         """Of every tensor that is not the same in another set of weights, for each of those sets; in roundings.
 
         parts: row by row and column by column, too.
         """
-        found: list[dict[str, Effect]] = [{} for _ in others]
+        found = [Effects() for _ in others]
         for name, slope in self._slopes.items():
             own = self._weights[name]
             changed = [at for at, weights in enumerate(others) if not np.array_equal(weights[name], own)]
@@ -110,7 +134,7 @@ class Response:
         """slope[B,N,K] or [B,N]; change[N,K,S] or [N,S]."""
         if not parts:
             flat = slope.reshape(len(slope), -1) @ change.reshape(-1, change.shape[-1])
-            return [Effect(one, one) for one in map(_summed, self.in_roundings(flat.astype(np.float64)).T[:, :, None])]
+            return [Effect(one, one) for one in map(summed, self.in_roundings(flat.astype(np.float64)).T[:, :, None])]
         if slope.ndim == 2:
             each = [(slope * c, (slope * c).sum(axis=1, keepdims=True)) for c in change.T]
         else:
@@ -119,7 +143,7 @@ class Response:
                 (np.matmul(rows, c[:, :, None])[:, :, 0].T, np.matmul(columns, c.T[:, :, None])[:, :, 0].T)
                 for c in np.moveaxis(change, -1, 0)
             ]
-        return [Effect(*(_summed(self.in_roundings(one.astype(np.float64))) for one in both)) for both in each]
+        return [Effect(*(summed(self.in_roundings(one.astype(np.float64))) for one in both)) for both in each]
 
     def _take(self, signal: Signal, backward: Backward) -> None:
         """A tensor's slope, and what the rounding of an op's result may do."""
@@ -153,7 +177,7 @@ class Response:
             self._spread += flat @ flat.T
 
 
-def _summed(each: F64) -> F64:
+def summed(each: npt.NDArray[Any]) -> Any:
     """[B,N], all before each and all, [B,N+1]."""
     return np.pad(each, ((0, 0), (1, 0))).cumsum(axis=1)
 
@@ -179,8 +203,10 @@ def response_of(oracle: Oracle, rows: I64) -> Response | None:
 
 def total(effects: Mapping[str, Effect], parts: Sequence[Part], rows: int) -> F64:
     """What a change in some parts makes, [rows]; tensors that do not change make nothing."""
-    result = np.zeros(rows)
-    for part in parts:
-        if part.name in effects:
-            result += effects[part.name].part(*part[1:])
+    changed = [part for part in parts if part.name in effects]
+    cut = [p for p in changed if p.axis or p.first or p.last < effects[p.name].rows.shape[1] - 1]
+    whole = [part.name for part in changed if part not in cut] if cut else [part.name for part in changed]
+    result = effects.of_whole(whole) if whole and isinstance(effects, Effects) else np.zeros(rows)
+    for part in cut if isinstance(effects, Effects) else changed:
+        result = result + effects[part.name].part(*part[1:])
     return result

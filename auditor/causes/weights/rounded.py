@@ -40,7 +40,7 @@ from auditor.causes.weights.parts import Layout
 from auditor.causes.weights.versions import searched
 from rl_kernel.reference.ops import Bits, narrow, widen
 
-_LARGEST: Final = 1 << 22  # bytes of weights of which a copy is made for each rounding
+LARGEST: Final = 1 << 22  # bytes of weights of which a copy is made for each rounding
 _LEAST: Final = 0.3  # in roundings: less is made by no format
 _DECAYS: Final = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 _STRENGTHS: Final = (1.0, 2.0, 3.0, 4.0)
@@ -63,7 +63,7 @@ _ROUNDINGS: Final[tuple[tuple[Grid, Sharing, float], ...]] = (
 
 def rounded_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Some matrices in eight or four bits, or averaged, or after an adapter was merged into them and taken off."""
-    if sum(weight.nbytes for weight in oracle.decoder.weights.values()) > _LARGEST:
+    if sum(weight.nbytes for weight in oracle.decoder.weights.values()) > LARGEST:
         return
     measured = measured_of(evidence, oracle)
     if measured is None or measured.response is None or measured.size < _LEAST:

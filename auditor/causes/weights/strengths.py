@@ -21,7 +21,8 @@ _BLOCKS: Final = 8  # of which strengths are looked for
 _SURELY: Final = 3.0  # standard deviations
 _SMALLEST: Final = 0.08  # of bf16 weights a smaller one is often none
 _LARGEST: Final = 16.0
-_ROUND: Final = 2.0  # costs
+_OFTEN: Final = 1.0  # costs
+_ROUND: Final = 2.0
 _ODD: Final = 4.0
 _LEFT_IN: Final = 3.0
 _SINGLE: Final = 64  # tensors
@@ -83,7 +84,7 @@ class Strengths:
         effect = self._effect(version, names)
         moved, spread = _fitted(effect, self._measured.delta)
         where = "" if said == "all tensors" else f" in {said}"
-        for share, more in [(u, _ROUND) for u in _USUAL] if usual else _candidates(1.0 - moved, _SURELY * spread):
+        for share, more in [(u, _OFTEN) for u in _USUAL] if usual else _candidates(1.0 - moved, _SURELY * spread):
             cause, name = "adapter_scale", f"version {version} with {share:g} times what came since{where}"
             if share == 0.0:
                 cause, name = self._sources[version].cause, self._sources[version].of.format(said)
@@ -164,7 +165,7 @@ def _explained(effect: F64, delta: F64) -> float:
 
 def _candidates(share: float, within: float) -> Iterator[tuple[float, float]]:
     """Strengths that somebody may have set, and how unlikely each is: the usual ones, and what lies near."""
-    tried = dict.fromkeys(_USUAL, _ROUND) | {0.0: 0.0}
+    tried = dict.fromkeys(_USUAL, _OFTEN) | {0.0: 0.0}
     for step, cost in ((0.1, _ROUND), (0.05, _ROUND + 1.0), (0.01, _ODD)):
         around = round(share / step)
         count = min(int(within / step) + 1, 12)

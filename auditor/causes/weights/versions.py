@@ -10,7 +10,7 @@ from auditor.causes.evidence import SETTLED, STRONG, Evidence, Suggestion
 from auditor.causes.oracle import Oracle, VersionUnavailable
 from auditor.causes.search import Candidate, nearest
 from auditor.causes.weights.mixture import Effects, Guess, Measured, Mixture, Source, measured_of
-from auditor.causes.weights.parts import Choice, Layout
+from auditor.causes.weights.parts import MOST, Choice, Layout
 from auditor.causes.weights.strengths import Strengths
 
 _TRIED: Final = 12
@@ -18,6 +18,7 @@ _LIKELIEST: Final = 160  # guesses that are tried on a few tokens
 _UNLIKELY: Final = 40  # the same, where none fits
 _HIDDEN: Final = 3.0  # in roundings: more cannot be hidden by them
 _FITS: Final = 8.0  # as a logarithm: how much likelier than no change a guess is, as no guess of many is by chance
+_SURELY: Final = 12.0  # the same, as none is by chance even of the many that a large model has
 _CLOSE: Final = 15.0  # the same, from where on it is worked on
 _PASSES: Final = 2
 _IN_ONE: Final = 5  # other weights that are looked for in one model
@@ -55,9 +56,9 @@ def _cause(version: int, first: int, stated: int) -> str:
 
 def mixed_weights(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     """Some tensors, or some ranks' parts of them, of other versions; or another strength of what came since."""
-    measured = measured_of(evidence, oracle)
+    versions = _sources(evidence, oracle)
+    measured = measured_of(evidence, oracle, others=[source.weights for source in versions.values()])
     if measured is not None:
-        versions = _sources(evidence, oracle)
         effects = measured.effects(list(versions.values()), parts=True)
         more = Strengths(measured, versions, dict(zip(versions, effects, strict=True))).guesses()
         yield from searched(evidence, measured, list(versions.values()), Layout.choices, more, effects, in_runs=True)
@@ -82,7 +83,7 @@ def searched(
     mixture = Mixture(measured, sources, effects)
     guesses = [*mixture.of_choices(choices_of), *(mixture.of_runs() if in_runs else ()), *more]
     exact = measured.first_exact(guesses, most or _worth(measured, guesses))
-    if exact is None and measured.response is not None and most is None:
+    if exact is None and measured.response is not None and most is None and not measured.dear:
         best: dict[Source, float] = {}
         for guess in guesses:
             for source in guess.sources:
@@ -133,7 +134,8 @@ def told(evidence: Evidence, measured: Measured, exact: Guess | None, likeliest:
     if (best is None or best.score < SETTLED) and share > _MUCH and measured.size < _FAR:
         score = max(_POINTING, STRONG * (1.0 - float(np.sqrt(1.0 - share))))
         said = f"the difference at {len(measured.delta)} tokens points where {guess.said} would move it"
-        yield Suggestion(guess.cause, score, f"{said}, by {share:.0%} of its square")
+        sure = measured.gained(guess) > _SURELY
+        yield Suggestion(guess.cause, score, f"{said}, by {share:.0%} of its square", sure)
 
 
 def _sources(evidence: Evidence, oracle: Oracle) -> dict[int, Source]:
@@ -143,7 +145,9 @@ def _sources(evidence: Evidence, oracle: Oracle) -> dict[int, Source]:
     after = [version for version in sorted(oracle.versions) if version > stated]
     first = min(oracle.versions, default=stated)
     found: dict[int, Source] = {}
-    for version in dict.fromkeys([*before[:1], *before[-1:], *before[1:3], *after[:1]]):
+    many = len(oracle.decoder.weights) > MOST  # of which each other version costs a good part of a second
+    further = [*after[:1], *before[1:2]] if many else [*before[1:3], *after[:1]]
+    for version in dict.fromkeys([*before[:1], *before[-1:], *further]):
         try:
             weights = oracle.version(version).weights
         except VersionUnavailable:
