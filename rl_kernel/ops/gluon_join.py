@@ -1,7 +1,4 @@
-"""Where programs that share a tile meet: sums move through the L2, the upper levels of the tree join the programs.
-
-Also how a thread parks its registers of an accumulator in memory and takes them back, sixteen bytes at a time.
-"""
+"""Counters in the device's memory by which the programs of one launch meet, and who has which."""
 
 from dataclasses import dataclass, field
 
@@ -11,64 +8,6 @@ from triton.experimental.gluon import language as gl
 
 ARENA = 1 << 21  # counters a device has; eager streams take theirs once, every captured launch takes its own
 MOST_COLUMNS = 1 << 17  # of those, for the flags of `columns`, of an eager stream
-
-
-LINE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # a warpgroup's 16-byte accesses, 2 KB each
-
-
-@gluon.jit
-def _line(x):  # type: ignore[no-untyped-def]
-    """An accumulator [64,N] as a vector in the order of LINE; no register moves.
-
-    Of a row: warp (4), half (2), lane / 4 (8); of a column: high (N/16), low (2), lane % 4 (4), one of a pair (2).
-    """
-    columns: gl.constexpr = x.shape[1]
-    parts = x.reshape([4, 2, 8, columns // 16, 2, 4, 2]).permute((3, 1, 0, 2, 5, 4, 6))
-    return gl.convert_layout(parts.reshape([64 * columns]), LINE, assert_trivial=True)
-
-
-@gluon.jit
-def _from_line(x, N: gl.constexpr, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    parts = x.reshape([N // 16, 2, 4, 8, 4, 2, 2]).permute((2, 1, 3, 0, 5, 4, 6))
-    return gl.convert_layout(parts.reshape([64, N]), layout, assert_trivial=True)
-
-
-@gluon.jit
-def put(at, x):  # type: ignore[no-untyped-def]
-    """Park the accumulator x[64,N] from `at` on."""
-    line = _line(x)
-    gl.store(at + gl.arange(0, line.shape[0], LINE), line, cache_modifier=".cg")
-
-
-@gluon.jit
-def take(at, x, layout: gl.constexpr):  # type: ignore[no-untyped-def]
-    """What `put` parked from `at` on, plus the accumulator x[64,N]."""
-    line = _line(x)
-    parked = gl.load(at + gl.arange(0, line.shape[0], LINE), cache_modifier=".cg")
-    return _from_line(parked + line, x.shape[1], layout)
-
-
-@gluon.jit
-def _count(flag):  # type: ignore[no-untyped-def]
-    """Each of the four warps adds 1 once its own lanes are done with memory."""
-    gl.inline_asm_elementwise(
-        """
-        {
-            .reg .u32 lane;
-            .reg .pred first;
-            mov.u32 lane, %laneid;
-            setp.eq.u32 first, lane, 0;
-            bar.warp.sync 0xffffffff;
-            @first red.release.gpu.global.add.u32 [$1], 1;
-            mov.u32 $0, lane;
-        }
-        """,
-        "=r,l",
-        [flag],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -93,47 +32,6 @@ def await_four(flag):  # type: ignore[no-untyped-def]
         is_pure=False,
         pack=1,
     )
-
-
-@gluon.jit
-def _level(
-    acc, parked, flags, N: gl.constexpr, layout: gl.constexpr, HALF: gl.constexpr, HALVES: gl.constexpr,
-    SPLIT: gl.constexpr, BIT: gl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """One level of the tree: a program hands its sum to its neighbour BIT away, or takes the neighbour's."""
-    program = gl.program_id(0)
-    role = (program % SPLIT) ^ (HALF * (SPLIT - 1))
-    if role % BIT == 0:
-        gives = role & BIT != 0
-        giver = gl.where(gives, program, program ^ BIT)
-        room = parked + (giver * HALVES + HALF).to(gl.int64) * (64 * N)
-        flag = flags + giver * 2 + HALF
-        if gives:
-            put(room, acc)
-        else:
-            await_four(flag)
-            acc = take(room, acc, layout)
-        _count(flag)
-    return acc
-
-
-@gluon.jit
-def join(
-    acc, parked, flags, N: gl.constexpr, layout: gl.constexpr, HALF: gl.constexpr, HALVES: gl.constexpr,
-    SPLIT: gl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """acc[64,N] of this program's piece → (the sum of the tile's SPLIT pieces, whether this program has it).
-
-    Programs SPLIT k to SPLIT k + SPLIT - 1 share a tile; all are on the device. What one half of the rows hands over
-    goes the other way than the other half's, so that two neighbours both have work.
-    """
-    if SPLIT > 1:
-        acc = _level(acc, parked, flags, N, layout, HALF, HALVES, SPLIT, 1)
-    if SPLIT > 2:
-        acc = _level(acc, parked, flags, N, layout, HALF, HALVES, SPLIT, 2)
-    if SPLIT > 4:
-        acc = _level(acc, parked, flags, N, layout, HALF, HALVES, SPLIT, 4)
-    return acc, gl.program_id(0) % SPLIT == HALF * (SPLIT - 1)
 
 
 @dataclass(slots=True)

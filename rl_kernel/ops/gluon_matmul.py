@@ -1,11 +1,11 @@
 """The product with a tree over segments on Hopper, warp-specialised: y[m,n] = tree over segments of a[m,s] b[n,s].
 
 One warp copies tiles through the bulk copy engine; warpgroups of 64 rows each run the chains. A chain that ends waits
-only for itself: the copies go on, and so does the other warpgroup. Where the tiles are too few for the device, several
-programs share one: each sums its neighbouring segments, and the upper levels of the tree join the programs.
+only for itself: the copies go on, and so does the other warpgroup. Where tiles are too few for the device, programs
+share one: `cluster_matmul`.
 
-Of the sums that wait to be added, the first and third level of the tree are in registers, the second in shared memory:
-parked in the L2, which moves 6 TB/s for all multiprocessors together, each level would cost what ten steps cost.
+Of the sums that wait to be added, the first and second level of the tree are in registers. The third waits in shared
+memory, since it moves once a tile and the products need all that shared memory can move.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rl_kernel.errors import ShapeError
-from rl_kernel.ops import gluon_join
 from rl_kernel.ops.accelerator import cdiv, multiprocessors
-from rl_kernel.ops.dependent_launch import DEPENDENT, announce, await_before
-from rl_kernel.ops.gluon_join import join
 from rl_kernel.ops.gluon_scalar import stored
 
 BK, GROUP = 64, 8
@@ -36,12 +32,11 @@ MIN_ROWS = 17  # below, the plain kernel's narrow tiles read the weight faster
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Rows and columns of a tile, copies under way, programs that share a tile. It may change speed only."""
+    """Rows and columns of a tile, copies under way. It may change speed only."""
 
     bm: int
     bn: int
     stages: int
-    split: int = 1
 
 
 @gluon.jit
@@ -58,14 +53,13 @@ def origin(tile, m, n, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr):
 def copy_tiles(
     a, b, a_buffers, b_buffers, full, empty, m, n, steps,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ROWS_OF_B: gl.constexpr, SPLIT: gl.constexpr,
+    ROWS_OF_B: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """The copying warp: this program's pieces of tiles, `steps` steps of BK each, through STAGES buffers."""
+    """The copying warp: this program's tiles, `steps` steps of BK each, through STAGES buffers."""
     count = 0
-    for unit in range(gl.program_id(0), gl.cdiv(m, BM) * gl.cdiv(n, BN) * SPLIT, gl.num_programs(0)):
-        row, column = origin(unit // SPLIT, m, n, BM, BN, GROUP)
-        begin = (unit % SPLIT) * steps
-        for step in range(begin, begin + steps):
+    for tile in range(gl.program_id(0), gl.cdiv(m, BM) * gl.cdiv(n, BN), gl.num_programs(0)):
+        row, column = origin(tile, m, n, BM, BN, GROUP)
+        for step in range(steps):
             slot, turn = count % STAGES, count // STAGES
             mbarrier.wait(empty.index(slot), (turn & 1) ^ 1)
             mbarrier.expect(full.index(slot), (BM + BN) * BK * 2)
@@ -95,17 +89,16 @@ def _issue(
 
 @gluon.jit
 def _multiply(
-    y, y_tiles, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
-    HALF: gl.constexpr, SEGMENTS: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr,
-    STAGED: gl.constexpr,
+    y, y_tiles, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+    HALF: gl.constexpr, SEGMENTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr, STAGED: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """One warpgroup: rows [64 HALF, 64 HALF + 64) of the tile. `steps` are of one unit: SEGMENTS segments."""
+    """One warpgroup: rows [64 HALF, 64 HALF + 64) of each tile of this program."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     count = 0
-    for unit in range(gl.program_id(0), gl.cdiv(m, BM) * gl.cdiv(n, BN) * SPLIT, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), gl.cdiv(m, BM) * gl.cdiv(n, BN), gl.num_programs(0)):
         acc = gl.zeros((64, BN), gl.float32, layout)
-        s0, s2 = acc, acc
+        s0, s1 = acc, acc
         for segment in gl.static_range(SEGMENTS):
             if segment % 2 == 1:
                 # The chain before this one ends while this one begins, in registers of its own.
@@ -126,20 +119,19 @@ def _multiply(
             else:
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                 mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
-                if STAGED and segment < 2:
+                if STAGED and (segment == 3 or segment == SEGMENTS - 1):
                     tma.store_wait(0)  # the tile before has left `spare`
                 if segment % 2 == 1:
                     acc = s0 + acc
                 if segment % 4 == 3:
-                    acc = spare.index(HALF).load(layout) + acc
+                    acc = s1 + acc
                 if segment % 8 == 7:
-                    acc = s2 + acc
+                    acc = spare.index(HALF).load(layout) + acc
                 if segment % 4 == 1 and segment < SEGMENTS - 1:
-                    spare.index(HALF).store(acc)
+                    s1 = acc
                 elif segment < SEGMENTS - 1:
-                    s2 = acc
-        acc, last = join(acc, parked, flags, BN, layout, HALF, BM // 64, SPLIT)
-        row, column = origin(unit // SPLIT, m, n, BM, BN, GROUP)
+                    spare.index(HALF).store(acc)
+        row, column = origin(tile, m, n, BM, BN, GROUP)
         if STAGED:
             staging = spare.index(HALF)._reinterpret(y_tiles.dtype, [64, BN], y_tiles.layout)
             staging.store(stored(acc, FP32))
@@ -149,29 +141,26 @@ def _multiply(
             i = row + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
             j = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
             at = y + i.to(gl.int64)[:, None] * n + j[None, :]
-            gl.store(at, stored(acc, FP32), mask=((i < m) & last)[:, None] & (j < n)[None, :])
+            gl.store(at, stored(acc, FP32), mask=(i < m)[:, None] & (j < n)[None, :])
     if STAGED:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["flags"])
+@gluon.jit(do_not_specialize=["m"])
 def gemm_tree_kernel(
-    y, y_tiles, parked, flags, a, b, m, n, steps,
-    SEGMENTS: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr,
-    STAGED: gl.constexpr,
+    y, y_tiles, a, b, m, n, steps,
+    SEGMENTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, ROWS_OF_B: gl.constexpr, FP32: gl.constexpr, STAGED: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """steps: of BK summed indices, in one of the SPLIT pieces of a tile. ROWS_OF_B: b is [n,s]; otherwise [s,n].
+    """steps: of BK summed indices. ROWS_OF_B: b is [n,s]; otherwise [s,n].
 
-    parked: fp32, BM*BN a program, and flags: see `gluon_join`; where programs share a tile. STAGED: y leaves through
-    y_tiles by the bulk copy engine, in whole lines and while the next tile is computed.
+    STAGED: y leaves through y_tiles by the bulk copy engine, in whole lines and while the next tile is computed.
     """
-    announce()
     a_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], a.layout)
     b_shape: gl.constexpr = [STAGES, BN, BK] if ROWS_OF_B else [STAGES, BK, BN]
     b_buffers = gl.allocate_shared_memory(gl.bfloat16, b_shape, b.layout)
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # a warp's eight rows in different banks
-    spare_rows: gl.constexpr = 64 if SEGMENTS > 2 or STAGED else 1
+    spare_rows: gl.constexpr = 64 if SEGMENTS > 4 or STAGED else 1
     spare = gl.allocate_shared_memory(gl.float32, [BM // 64, spare_rows, BN], spread)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -179,16 +168,15 @@ def gemm_tree_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=BM // 64)
     fence_async_shared()
-    await_before()
     if BM == 128:
         gl.warp_specialize(
             [
-                (_multiply, (y, y_tiles, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
-                             0, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32, STAGED)),
-                (_multiply, (y, y_tiles, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
-                             1, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32, STAGED)),
+                (_multiply, (y, y_tiles, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+                             0, SEGMENTS, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32, STAGED)),
+                (_multiply, (y, y_tiles, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+                             1, SEGMENTS, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32, STAGED)),
                 (copy_tiles, (a, b, a_buffers, b_buffers, full, empty, m, n, steps,
-                              BM, BN, BK, STAGES, GROUP, ROWS_OF_B, SPLIT)),
+                              BM, BN, BK, STAGES, GROUP, ROWS_OF_B)),
             ],
             [4, 1],
             [232, 24],
@@ -196,10 +184,10 @@ def gemm_tree_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (y, y_tiles, parked, flags, a_buffers, b_buffers, spare, full, empty, m, n, steps,
-                             0, SEGMENTS, SPLIT, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32, STAGED)),
+                (_multiply, (y, y_tiles, a_buffers, b_buffers, spare, full, empty, m, n, steps,
+                             0, SEGMENTS, BM, BN, BK, STAGES, GROUP, ROWS_OF_B, FP32, STAGED)),
                 (copy_tiles, (a, b, a_buffers, b_buffers, full, empty, m, n, steps,
-                              BM, BN, BK, STAGES, GROUP, ROWS_OF_B, SPLIT)),
+                              BM, BN, BK, STAGES, GROUP, ROWS_OF_B)),
             ],
             [1],
             [24],
@@ -217,14 +205,10 @@ def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> 
     )
 
 
-def shape_for(m: int, n: int, segments: int, processors: int) -> Shape:
-    """The static table: a function of the shape and the device alone."""
+def shape_for(m: int) -> Shape:
+    """The static table: a function of the rows alone."""
     bm, bn = (64, 64) if m <= 64 else (128, 64) if m <= 128 else (128, 128)
-    tiles = cdiv(m, bm) * cdiv(n, bn)
-    split = 1
-    while 2 * split <= segments and 2 * split * tiles <= processors:
-        split *= 2
-    return Shape(bm, bn, {128: 8, 192: 5, 256: 5}[bm + bn], split)
+    return Shape(bm, bn, {128: 8, 192: 5, 256: 5}[bm + bn])
 
 
 def _tiles(y: torch.Tensor, columns: int) -> TensorDescriptor:
@@ -239,8 +223,7 @@ def tree_product(
 ) -> torch.Tensor:
     """y[m,n] <- tree over segments of a[m,s] @ b[s,n]; see `serves`."""
     (m, total), n = a.shape, b.shape[1]
-    processors = multiprocessors(y.get_device())
-    shape = shape or shape_for(m, n, segments, processors)
+    shape = shape or shape_for(m)
     rows_of_b = b.stride(0) == 1
     right, b_block = (b.t(), [shape.bn, BK]) if rows_of_b else (b, [BK, shape.bn])
     descriptors = [
@@ -249,19 +232,11 @@ def tree_product(
         )
         for x, block in ((a, [shape.bm, BK]), (right, b_block))
     ]
-    units = cdiv(m, shape.bm) * cdiv(n, shape.bn) * shape.split
-    programs = min(units, processors)
-    if shape.split > 1 and programs < units:
-        raise ShapeError(f"gemm: {units} programs that wait for each other; the device runs {processors} at a time")
-    inside = segments // shape.split
-    shared = shape.split > 1
-    parked = torch.empty((programs, shape.bm, shape.bn), dtype=torch.float32, device=y.device) if shared else y
-    flags = gluon_join.flags(y.device, programs, processors) if shared else y
-    staged = not shared and n * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0
-    gemm_tree_kernel[(programs,)](
-        y, _tiles(y, shape.bn) if staged else y, parked, flags, *descriptors, m, n, total // BK // shape.split,
-        SEGMENTS=inside, SPLIT=shape.split, BM=shape.bm, BN=shape.bn, BK=BK, STAGES=shape.stages, GROUP=GROUP,
-        ROWS_OF_B=rows_of_b, FP32=y.dtype == torch.float32, STAGED=staged, num_warps=4,
-        enable_fp_fusion=False, **(DEPENDENT if shared else {}),
+    tiles = cdiv(m, shape.bm) * cdiv(n, shape.bn)
+    staged = n * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0
+    gemm_tree_kernel[(min(tiles, multiprocessors(y.get_device())),)](
+        y, _tiles(y, shape.bn) if staged else y, *descriptors, m, n, total // BK,
+        SEGMENTS=segments, BM=shape.bm, BN=shape.bn, BK=BK, STAGES=shape.stages, GROUP=GROUP,
+        ROWS_OF_B=rows_of_b, FP32=y.dtype == torch.float32, STAGED=staged, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return y

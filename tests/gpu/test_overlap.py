@@ -22,6 +22,7 @@ def _layer(tokens: int) -> list[Step]:
 
     gain, head_gain = normal(HIDDEN, seed=1), normal(DIM, seed=2)
     gate_up, down = normal(2 * FFN, HIDDEN, seed=3, scale=0.02), normal(HIDDEN, FFN, seed=4, scale=0.02)
+    across = normal(HIDDEN, HIDDEN, seed=7, scale=0.016)
     angles = normal(tokens, DIM // 2, seed=5, dtype=torch.float32)
     cos, sin, positions = angles.cos(), angles.sin(), torch.arange(tokens, device="cuda")
 
@@ -38,11 +39,12 @@ def _layer(tokens: int) -> list[Step]:
         lambda x: gemm(x, gate_up),
         swiglu,
         lambda x: gemm(x, down),
+        lambda x: gemm(x, across, segments=8),
         lambda x: add_rms_norm(x, x, gain, 1e-6)[1],
     ]
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 500, 2048])
+@pytest.mark.parametrize("tokens", [1, 9, 200, 500, 2048])
 def test_a_launch_that_starts_early_sees_what_the_one_before_wrote(tokens: int) -> None:
     steps = _layer(tokens)
     start = normal(tokens, HIDDEN, seed=6)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import torch
 
 from rl_kernel.errors import ShapeError
-from rl_kernel.ops import gluon_matmul
+from rl_kernel.ops import cluster_matmul, gluon_matmul
 from rl_kernel.ops.attention import gluon_decode
 from rl_kernel.ops.gluon_join import _Arena
 from rl_kernel.ops.tree_all_reduce import symmetric
@@ -21,16 +21,20 @@ COLUMNS = (64, 1000, 4096, 6144, 24576, 151936)
 
 
 @pytest.mark.parametrize("processors", [78, 114, 132])
-@pytest.mark.parametrize("segments", gluon_matmul.SEGMENTS)
-def test_programs_that_wait_for_each_other_are_on_the_device_together(segments: int, processors: int) -> None:
-    shared = 0
-    for m, n in itertools.product(ROWS, COLUMNS):
-        shape = gluon_matmul.shape_for(m, n, segments, processors)
-        tiles = -(-m // shape.bm) * -(-n // shape.bn)
+@pytest.mark.parametrize("segments", cluster_matmul.SEGMENTS)
+def test_programs_share_a_tile_where_tiles_are_too_few_and_fit_into_a_multiprocessor(
+    segments: int, processors: int
+) -> None:
+    shapes = [cluster_matmul.shape_for(m, n, segments, processors) for m, n in itertools.product(ROWS, COLUMNS)]
+    assert None in shapes  # many tiles are left to the kernel whose programs have a tile each
+    shared = [shape for shape in shapes if shape is not None]
+    assert shared
+    for shape in shared:
+        assert shape.split in (2, 4, 8)
         assert segments % shape.split == 0
-        assert shape.split == 1 or tiles * shape.split <= processors
-        shared += shape.split > 1
-    assert (shared > 0) == (segments > 1)
+        assert shape.stages >= 5
+        assert shape.shared <= SHARED_MEMORY
+        assert shape.bn // shape.split >= 8  # whole blocks of eight columns, as a thread has them
 
 
 @pytest.mark.parametrize("processors", [78, 114, 132])
@@ -42,11 +46,10 @@ def test_programs_that_share_a_partial_of_keys_are_on_the_device_together(proces
 
 
 def test_copies_under_way_and_the_waiting_level_of_the_tree_fit_into_shared_memory() -> None:
-    for m, n, segments in itertools.product(ROWS, COLUMNS, gluon_matmul.SEGMENTS):
-        shape = gluon_matmul.shape_for(m, n, segments, 132)
+    for m in ROWS:
+        shape = gluon_matmul.shape_for(m)
         copies = shape.stages * (shape.bm + shape.bn) * gluon_matmul.BK * 2
-        waiting = shape.bm * shape.bn * 4 if segments // shape.split > 2 else 0
-        assert copies + waiting + 1024 <= SHARED_MEMORY, (m, n, segments, shape)
+        assert copies + shape.bm * shape.bn * 4 + 1024 <= SHARED_MEMORY, (m, shape)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

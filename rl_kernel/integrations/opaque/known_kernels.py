@@ -7,6 +7,8 @@ from typing import Final
 
 from triton.runtime.jit import JITFunction
 
+from rl_kernel.ops.cuda_source import CudaKernel
+
 # cuBLASLt's products as `gemm` calls them; a reduction over splits of K would be another sum than the contract's.
 _PRODUCTS: Final = re.compile(r"nvjet|cutlass|xmma_gemm|s16816gemm|cublas", re.IGNORECASE)
 _SPLIT_K: Final = re.compile(r"split.?k|stream.?k", re.IGNORECASE)
@@ -20,9 +22,9 @@ _MASKING: Final = re.compile(
 
 
 def strict_kernels() -> frozenset[str]:
-    """Names of all Triton and Gluon kernels that the loaded modules of this package define."""
+    """Names of all kernels, Triton, Gluon and CUDA, that the loaded modules of this package define."""
     modules = [m for name, m in sys.modules.items() if name.startswith("rl_kernel.") and m is not None]
-    return frozenset(v.__name__ for m in modules for v in vars(m).values() if isinstance(v, JITFunction))
+    return frozenset(v.__name__ for m in modules for v in vars(m).values() if isinstance(v, JITFunction | CudaKernel))
 
 
 def foreign_kernels(names: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ cuBLASLt stores 0x7fff, not 0x7fc0; every op that follows stores the one NaN aga
 
 import torch
 
-from rl_kernel.ops import cublas_matmul, gluon_few, gluon_matmul
+from rl_kernel.ops import cluster_matmul, cublas_matmul, gluon_few, gluon_matmul
 from rl_kernel.ops.accelerator import BF16, PackedWeight, pack
 from rl_kernel.ops.gemm.triton_kernel import checked, gemm_dw_
 from rl_kernel.ops.triton_matmul import product
@@ -21,6 +21,8 @@ def _multiply(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) 
         return cublas_matmul.chain_product(y, a, b)
     if segments == 1 and gluon_few.serves(y, a, b):
         return gluon_few.few_product(y, a, b)
+    if segments > 1 and cluster_matmul.serves(y, a, b, segments):
+        return cluster_matmul.cluster_product(y, a, b, segments)
     if segments > 1 and gluon_matmul.serves(y, a, b, segments):
         return gluon_matmul.tree_product(y, a, b, segments)
     return product(y, a, b, segments=segments)

@@ -7,14 +7,14 @@ from rl_kernel.integrations.opaque.known_kernels import foreign_kernels, strict_
 
 def test_the_kernels_of_the_ops_are_known_by_their_own_names():
     from rl_kernel.integrations.vllm import cache_write
-    from rl_kernel.ops import gluon_matmul, triton_matmul
+    from rl_kernel.ops import cluster_matmul, gluon_matmul, triton_matmul
     from rl_kernel.ops.attention import gluon_kernel, triton_kernel
 
-    assert all((gluon_matmul, triton_matmul, gluon_kernel, triton_kernel, cache_write))
+    assert all((cluster_matmul, gluon_matmul, triton_matmul, gluon_kernel, triton_kernel, cache_write))
     known = strict_kernels()
     attention = {"attention_kernel", "decode_kernel", "merge_kernel"}
-    assert attention | {"gemm_kernel", "gemm_tree_kernel", "cache_write_kernel"} <= known
-    assert foreign_kernels(["attention_kernel", "gemm_tree_kernel", "cache_write_kernel"]) == []
+    assert attention | {"gemm_kernel", "gemm_tree_kernel", "gemm_cluster_kernel", "cache_write_kernel"} <= known
+    assert foreign_kernels(["attention_kernel", "gemm_cluster_kernel", "cache_write_kernel"]) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""The product with a tree over segments on Hopper where tiles are too few for the device: programs share a tile.
+
+The programs of a tile are a cluster: each sums neighbouring segments, and the upper levels of the tree join them
+through each other's shared memory (`cluster_matmul.cu`). A cluster is placed on the device as a whole, so that none
+waits for one that is not there.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from rl_kernel.ops.accelerator import cdiv, multiprocessors
+from rl_kernel.ops.cuda_source import MOST_SHARED, Constants, CudaKernel, Launch, tensor_map
+
+BK = 64
+SEGMENTS = (2, 4, 8)
+MIN_ROWS = 17  # below, the plain kernel's narrow tiles read the weight faster
+MOST_STAGES = 10
+ALIGNED = 2048  # bytes of shared memory for barriers, and for tiles to begin where the copy engine wants
+
+gemm_cluster_kernel = CudaKernel("cluster_matmul.cu", "gemm_cluster_kernel")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Rows and columns of a tile, and programs that share one. It may change speed only."""
+
+    bm: int
+    bn: int
+    split: int
+
+    @property
+    def received(self) -> int:
+        """Bytes that a program's sums of other programs take."""
+        return self.bm * (self.bn - self.bn // self.split) * 4
+
+    @property
+    def stages(self) -> int:
+        """Copies under way."""
+        return min(MOST_STAGES, (MOST_SHARED - ALIGNED - self.received) // ((self.bm + self.bn) * BK * 2))
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a program."""
+        return self.stages * (self.bm + self.bn) * BK * 2 + self.received + ALIGNED
+
+
+def shape_for(m: int, n: int, segments: int, processors: int) -> Shape | None:
+    """The static table: a function of the shape and the device alone. None where tiles fill the device."""
+    bm, bn = (64, 64) if m <= 64 else (128, 64) if m <= 128 else (128, 128)
+    tiles = cdiv(m, bm) * cdiv(n, bn)
+    split = 1
+    # Clusters of two fill a device; of four and eight some multiprocessors are left over (seen: 30 of 33 fours).
+    while 2 * split <= segments and 2 * split * tiles <= (processors if split == 1 else processors * 7 // 8):
+        split *= 2
+    return Shape(bm, bn, split) if split > 1 else None
+
+
+def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> bool:
+    """Whether this kernel computes y = a @ b: rows enough, tiles few, whole steps in a segment, straight operands."""
+    (m, total), n = a.shape, b.shape[1]
+    rows_of_b = b.stride(0) == 1
+    strides = (a.stride(0), b.stride(1) if rows_of_b else b.stride(0), n)
+    straight = a.stride(1) == 1 and (rows_of_b or b.stride(1) == 1)
+    aligned = all(s % 8 == 0 for s in strides) and (a.data_ptr() | b.data_ptr() | y.data_ptr()) % 16 == 0
+    whole = segments in SEGMENTS and total > 0 and total % (segments * BK) == 0
+    if not straight or not aligned or not whole or m < MIN_ROWS or not n:
+        return False
+    return shape_for(m, n, segments, multiprocessors(y.get_device())) is not None
+
+
+def cluster_product(
+    y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int, shape: Shape | None = None
+) -> torch.Tensor:
+    """y[m,n] (bf16 or fp32) <- tree over segments of a[m,s] @ b[s,n]; see `serves`."""
+    (m, total), n = a.shape, b.shape[1]
+    device = y.get_device()
+    shape = shape or shape_for(m, n, segments, multiprocessors(device))
+    assert shape is not None
+    rows_of_b = b.stride(0) == 1
+    left = tensor_map(a.data_ptr(), m, total, a.stride(0), shape.bm)
+    right = (
+        tensor_map(b.data_ptr(), n, total, b.stride(1), shape.bn)
+        if rows_of_b
+        else tensor_map(b.data_ptr(), total, n, b.stride(0), BK)
+    )
+    programs = cdiv(m, shape.bm) * cdiv(n, shape.bn) * shape.split
+    gemm_cluster_kernel.launch(
+        constants(shape, segments, rows_of_b, y.dtype == torch.float32),
+        Launch(programs, 384 if shape.bm == 128 else 160, shape.shared, shape.split),
+        [left, right, ctypes.c_void_p(y.data_ptr()), *map(ctypes.c_int, (m, n, total // BK // shape.split))],
+        device,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    return y
+
+
+def constants(shape: Shape, segments: int, rows_of_b: bool, fp32: bool) -> Constants:
+    """What `cluster_matmul.cu` is compiled for."""
+    return (
+        ("BM", shape.bm), ("BN", shape.bn), ("SEGMENTS", segments // shape.split), ("SPLIT", shape.split),
+        ("STAGES", shape.stages), ("ROWS_OF_B", int(rows_of_b)), ("FP32", int(fp32)),
+    )  # fmt: skip
