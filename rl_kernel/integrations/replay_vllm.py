@@ -1,11 +1,13 @@
 """The ops that a stock vLLM runs on a CPU (V1, bf16, enforce_eager, one rank), in the shape of the reference.
 
 They call vLLM's own kernels, outside of its engine: a prompt read at once, then a token a step. Of what a pass holds
-besides this sequence only one thing moves bits here: whether it holds anything at all, since oneDNN multiplies a single
-row in another order where K is large. So there are two kinds, `together` and `alone`.
+besides this sequence only one thing moves bits here: how many rows it has, since oneDNN multiplies a single row in another
+order where K is large, and vLLM's small matrices on a CPU with AMX have another kernel for up to four rows. So there are two
+kinds, `together` and `alone`.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -63,6 +65,7 @@ class VllmOps(NativeOps):
         """The paged kernel: one request that reads the prompt, then one a token, on one cache of keys and values."""
         assert len(cu_q) == 2, "one sequence a call"
         from vllm import _custom_ops as ops  # noqa: PLC0415 - where its kernels are loaded from
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
 
         query, key, value = as_bf16(q), as_bf16(k), as_bf16(v)
         tokens, heads, dim = query.shape
@@ -70,7 +73,7 @@ class VllmOps(NativeOps):
         blocks = math.ceil(tokens / _BLOCK)
         cache = torch.zeros(blocks, groups, 2 * _BLOCK, dim, dtype=torch.bfloat16)
         keys, values = cache.chunk(2, dim=2)
-        isa = "vec16" if dim % 32 else "vec"
+        isa = _get_attn_isa(torch.bfloat16, _BLOCK, dim)  # this machine's: one with AMX adds in another order
         ops.cpu_attn_reshape_and_cache(key, value, keys, values, torch.arange(tokens), isa)
         out = torch.empty_like(query)
         table = torch.arange(blocks, dtype=torch.int32)[None]
@@ -89,30 +92,30 @@ class VllmOps(NativeOps):
 
     def _product(self, x: Tensor, w: Bits, first: int) -> Tensor:
         """x[M,K], w[N,K] → bf16 [M,N]; rows from `first` on are those of single tokens."""
-        from vllm import _custom_ops as ops  # noqa: PLC0415 - where its kernels are loaded from
-
         if id(w) not in self._packed:
-            self._packed[id(w)] = (w, ops.create_onednn_mm(as_bf16(w).t(), 32))
-        packed = self._packed[id(w)][1]
+            self._packed[id(w)] = (w, _linear(w))
+        product = self._packed[id(w)][1]
         if not self._alone:
-            return ops.onednn_mm(packed, x, None)
+            return product(x)
         passes = [x[:first], *x[first:].split(1)]
-        return torch.cat([ops.onednn_mm(packed, rows, None) for rows in passes if len(rows)])
+        return torch.cat([product(rows) for rows in passes if len(rows)])
 
 
 def together(decoder: Decoder, prompt_len: int) -> VllmOps:
-    """For one sample that was generated beside others; ImportError where there is no vLLM for CPUs."""
+    """For one sample that was generated beside at least four others; ImportError where there is no vLLM for CPUs."""
     return _stock(decoder, prompt_len, alone=False)
 
 
 def alone(decoder: Decoder, prompt_len: int) -> VllmOps:
-    """For one sample that was generated with no other beside it."""
+    """For one sample that was generated with no other beside it, or, where the CPU has AMX, with up to three."""
     return _stock(decoder, prompt_len, alone=True)
 
 
 def _stock(decoder: Decoder, prompt_len: int, alone: bool) -> VllmOps:
     import vllm._custom_ops  # noqa: F401, PLC0415
 
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # as vLLM's worker does; without it the first tile is an illegal instruction
     ops = VllmOps(**settings_of(decoder.reference))
     dim = decoder.config.head_dim
     frequency = 1.0 / (decoder.config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
@@ -127,3 +130,13 @@ def _stock(decoder: Decoder, prompt_len: int, alone: bool) -> VllmOps:
     for name, value in kept.items():
         object.__setattr__(ops, name, value)
     return ops
+
+
+def _linear(w: Bits) -> Callable[[Tensor], Tensor]:
+    """The product with w[N,K] by the kernel that vLLM chooses for it on this machine; one with AMX has a second."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: PLC0415
+
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(as_bf16(w), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    return lambda x: layer.cpu_linear(x, layer.weight, None)

@@ -57,7 +57,7 @@ from tests.auditor.test_reference import true_pair
 root = Path(sys.argv[1])
 decoder, (record, _) = Decoder.open(root / "v000001", CONTRACT), true_pair(root, "a")
 engine, found = RolloutEngine(root / "v000001", EngineOptions(numerics="native")), {}
-for beside, name in ((3, "native-vllm"), (0, "native-vllm-alone")):
+for beside, name in ((7, "native-vllm"), (0, "native-vllm-alone")):
     prompts = [tuple(range(5 + 7 * i, 14 + 9 * i)) for i in range(1 + beside)]
     answer, *_ = engine.generate(prompts, [Sampling(1.0, seed=i, max_new_tokens=24) for i in range(1 + beside)])
     tokens, cut = np.array(prompts[0] + answer.tokens, np.int64), len(prompts[0])
