@@ -167,6 +167,9 @@ def _from_positions(positions: Positions) -> pb.Positions:
 
 
 def _positions(message: pb.Positions) -> Positions:
+    said = message.ListFields()
+    if not said or said[-1][0].number <= pb.Positions.ATTENTION_FIELD_NUMBER:
+        return Positions(message.rope_digest, message.offset, message.attention)
     return Positions(
         message.rope_digest,
         message.offset,

@@ -41,8 +41,23 @@ class Positions:
     padding_seen: bool = False
 
     def __post_init__(self) -> None:
-        text(self, "positions.", ("rope_digest", "attention", "ids_digest"))
+        text(self, "positions.", ("rope_digest", "attention"))
         whole(self, "positions.", ("offset",), INT64)
+        if not self._says_no_more():
+            self._check_the_rest()
+
+    def _says_no_more(self) -> bool:
+        """Whether all else is as it is by default: nearly every record of nearly every job, and there are many."""
+        if self.ids is not None or self.first_keys is not None or self.padding_seen is not False:
+            return False
+        return (
+            self.ids_digest == ""
+            and type(self.window) is type(self.left_padding) is int
+            and not (self.window or self.left_padding)
+        )
+
+    def _check_the_rest(self) -> None:
+        text(self, "positions.", ("ids_digest",))
         whole(self, "positions.", ("window", "left_padding"), UINT32)
         if not isinstance(self.padding_seen, bool):
             raise RecordError(f"positions.padding_seen is {self.padding_seen!r}; it must be true or false")
@@ -70,6 +85,8 @@ class Positions:
 
     def check(self, tokens: int) -> None:
         """RecordError unless these can be the positions of so many tokens."""
+        if self.ids is None and self.first_keys is None:
+            return
         for name, array in (("ids", self.ids), ("first_keys", self.first_keys)):
             if array is not None and len(array) != tokens:
                 raise RecordError(f"positions.{name} has {len(array)} values; {tokens} tokens need as many")

@@ -48,12 +48,13 @@ def _admit(message: pb.Record, limits: Limits) -> Incoming | Refused:
 def _check_sizes(message: pb.Record, limits: Limits) -> None:
     """Before anything is decoded."""
     side = message.rollout if message.HasField("rollout") else message.trainer
+    positions = side.common.positions
     for name, length, limit in (
         ("tokens", len(side.tokens), limits.tokens),
         ("logprob_bits", len(side.common.logprob_bits), limits.tokens),
         ("layer_digests", len(side.common.layer_digests), limits.layer_digests),
-        ("positions.ids", len(side.common.positions.ids), limits.tokens),
-        ("positions.first_keys", len(side.common.positions.first_keys), limits.tokens),
+        ("positions.ids", len(positions.ids), limits.tokens),
+        ("positions.first_keys", len(positions.first_keys), limits.tokens),
         ("layout.vocab_shards", len(side.common.layout.vocab_shards), limits.vocab_shards),
     ):
         if length > limit:
