@@ -21,6 +21,7 @@ class Purse:
         self._deadline = time.monotonic() + seconds
         self._until = (-math.inf, math.inf)  # forwards that are left, and the time, at which the turn is over
         self._pause: Callable[[], None] | None = None
+        self._long = 1.0
 
     def spend(self, forwards: float) -> None:
         """Something costs so many forwards; OutOfBudget where nothing more may be computed."""
@@ -37,12 +38,25 @@ class Purse:
     @contextmanager
     def turn(self, pause: Callable[[], None], long: float) -> Iterator[None]:
         """For a turn, so many times as long as the shortest; pause: is called before anything is spent."""
-        self._until = self._left - long * self._turn[0], time.monotonic() + long * self._turn[1]
-        self._pause = pause
+        self._long, self._pause = long, pause
+        self.renew()
         try:
             yield
         finally:
             self._pause = None
+
+    def renew(self) -> None:
+        """A turn begins anew, for a search that has just paid for what it goes on with."""
+        self._until = self._left - self._long * self._turn[0], time.monotonic() + self._long * self._turn[1]
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """For what is worth finishing, whether its turn is over or not."""
+        pause, self._pause = self._pause, None
+        try:
+            yield
+        finally:
+            self._pause = pause
 
     @property
     def turn_is_over(self) -> bool:

@@ -101,10 +101,10 @@ OF_ROWS: Final[tuple[Compute, ...]] = (
 )
 OF_MODELS: Final[tuple[Compute, ...]] = (
     split_sums,
+    mixed_weights,
     stale_kv,
     row_by_row,
     usual_caches,
-    mixed_weights,
     rope,
     usual_formats,
     cut_in_front,
@@ -132,7 +132,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     one_more_token,
 )
 # What users report most of all these; their turns are twice as long.
-USUAL: Final = (split_sums, stale_kv, row_by_row, mixed_weights, rope)
+USUAL: Final = (split_sums, mixed_weights, stale_kv, row_by_row, rope, usual_formats)
 COMPUTED: Final[tuple[Compute, ...]] = (*OF_ROWS, *OF_MODELS)
 # Where values are wrong by themselves; whole models may have said them one by one, as a draft's does.
 BY_THEMSELVES: Final[tuple[Compute, ...]] = (other_model, other_constants, sampler_defaults, two_steps)

@@ -9,6 +9,7 @@ import pytest
 from auditor.causes.computation.formats import usual_formats
 from auditor.causes.computation.precision import FORMATS, nearest_float8
 from auditor.causes.evidence import CERTAIN, Suggestion
+from auditor.causes.purse import Purse
 from auditor.causes.table import _unsure
 from auditor.causes.weights.grids import BLOCK, E4M3, INT8, ROW, Grid, Sharing, coarse
 from auditor.causes.weights.response import Response
@@ -121,3 +122,14 @@ def test_what_is_nothings_doing_by_chance_stands_whatever_was_not_tried() -> Non
     assert _unsure(Suggestion("adapter_scale", 0.46, "", sure=True)).score == 0.46
     assert _unsure(Suggestion("adapter_scale", 0.46, "")).score == 0.23
     assert _unsure(Suggestion("adapter_scale", CERTAIN, "")).score == CERTAIN
+
+
+def test_what_was_paid_for_is_gone_on_with() -> None:
+    purse = Purse(100.0, np.inf)
+    with purse.turn(lambda: None, 1.0):
+        purse.spend(20.0)
+        assert purse.turn_is_over
+        purse.renew()
+        assert not purse.turn_is_over
+        purse.spend(5.0)
+        assert purse.turn_is_over

@@ -72,6 +72,7 @@ _LARGER: Final = 3.0
 _NOTHING: Final = 1e-6
 _MOST: Final = 3.0  # times the median
 _SURELY: Final = 3.0  # standard deviations of a cosine between two effects that have nothing to do with each other
+_CLEARLY: Final = 0.55  # a cosine: no other is waited for
 _TRIED: Final = 2
 _BOTH: Final = 2.0**0.5  # times as much as of weights alone where inputs are rounded, too
 
@@ -100,6 +101,8 @@ def usual_formats(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
     for format_ in _as_large(evidence, oracle, delta, rows):
         effect = oracle.logprobs(_last_layers_in(oracle, format_)).astype(np.float64) - truth
         pointing.append((cosine(_cut(effect[rows] / moves), _cut(delta / moves)), format_))
+        if pointing[-1][0] > _CLEARLY:
+            break
     pointing.sort(key=lambda pair: -pair[0])
     surely = _SURELY / rows.size**0.5
     likely = [format_ for alike, format_ in pointing[:_TRIED] if alike > surely] or [f for _, f in pointing[:1]]

@@ -134,6 +134,7 @@ class Measured:
         """Of the likeliest so many."""
         likeliest = sorted(guesses, key=lambda guess: guess.unlikely)[:most]
         if self.dear:
+            self.oracle.purse.renew()
             likeliest = [g for g in likeliest[:_DEAR] if g.unlikely < likeliest[0].unlikely + _BESIDE]
         return next((guess for guess in likeliest if self.is_exact(guess)), None)
 

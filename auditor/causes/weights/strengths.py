@@ -51,7 +51,8 @@ class Strengths:
         for _, version, block in sorted(fits, key=lambda fit: fit[0])[:_BLOCKS]:
             yield from self._of_block(version, *block)
         for version in self._sources:
-            for name in self._measured.layout(self._sources[version]).names[:_SINGLE]:
+            alone = self._measured.layout(self._sources[version]).names[:_SINGLE]
+            for name in () if self._measured.dear else alone:
                 yield from self._of_block(version, name, frozenset([name]), _ALONE, usual=True)
         for later, earlier in permutations(self._sources, 2):
             yield from self._left_in(later, earlier)
@@ -119,7 +120,8 @@ class Strengths:
         """Each set of tensors once: large ones, and the kinds that together fit best."""
         layout = self._measured.layout(self._sources[version])
         seen: set[Names] = set()
-        large = ((said, names, 0.0) for said, names in layout.large())
+        sets = layout.everywhere() if self._measured.dear and without is not None else layout.large()
+        large = ((said, names, 0.0) for said, names in sets)
         for said, names, cost in (*large, *self._fitting(version, without)):
             if names and names not in seen:
                 seen.add(names)
