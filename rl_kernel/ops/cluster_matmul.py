@@ -7,6 +7,7 @@ waits for one that is not there.
 
 import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -46,6 +47,7 @@ class Shape:
         return self.stages * (self.bm + self.bn) * BK * 2 + self.received + ALIGNED
 
 
+@lru_cache(maxsize=1 << 12)
 def shape_for(m: int, n: int, segments: int, processors: int) -> Shape | None:
     """The static table: a function of the shape and the device alone. None where tiles fill the device."""
     bm, bn = (64, 64) if m <= 64 else (128, 64) if m <= 128 else (128, 128)
@@ -85,15 +87,20 @@ def cluster_product(
         if rows_of_b
         else tensor_map(b.data_ptr(), total, n, b.stride(0), BK)
     )
-    programs = cdiv(m, shape.bm) * cdiv(n, shape.bn) * shape.split
     gemm_cluster_kernel.launch(
-        constants(shape, segments, rows_of_b, y.dtype == torch.float32),
-        Launch(programs, 384 if shape.bm == 128 else 160, shape.shared, shape.split),
+        *_how(m, n, segments, shape, rows_of_b, y.dtype == torch.float32),
         [left, right, ctypes.c_void_p(y.data_ptr()), *map(ctypes.c_int, (m, n, total // BK // shape.split))],
         device,
         torch.cuda.current_stream(device).cuda_stream,
     )
     return y
+
+
+@lru_cache(maxsize=1 << 12)
+def _how(m: int, n: int, segments: int, shape: Shape, rows_of_b: bool, fp32: bool) -> tuple[Constants, Launch]:
+    programs = cdiv(m, shape.bm) * cdiv(n, shape.bn) * shape.split
+    threads = 384 if shape.bm == 128 else 160
+    return constants(shape, segments, rows_of_b, fp32), Launch(programs, threads, shape.shared, shape.split)
 
 
 def constants(shape: Shape, segments: int, rows_of_b: bool, fp32: bool) -> Constants:

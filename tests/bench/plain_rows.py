@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from rl_kernel.ops.triton_hopper import HOPPER, PLAIN, begin
 
 Op = Callable[..., object]
 SHAPES = ((1024, 4), (2048, 8), (4096, 8))  # elements and warps of a program
@@ -26,8 +29,9 @@ class Streams:
 
 
 @triton.jit
-def move_kernel(y, x, n, READS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """y[WRITES,n] from x[READS,n]: -x, where nothing else is asked for."""
+def move_kernel(y, x, n, READS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr, HOPPER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """y[WRITES,n] from x[READS,n]: -x, where nothing else is asked for. HOPPER: as a dependent launch."""
+    begin(HOPPER)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
     first = tl.load(x + i, mask=here)
@@ -40,16 +44,16 @@ def move_kernel(y, x, n, READS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.co
 def plain(streams: Streams) -> list[Op]:
     """Ways to move the same bytes, of x[reads,count]; the fastest of them is the plainest kernel."""
 
-    def moved(block: int, warps: int) -> Op:
+    def moved(block: int, warps: int, how: dict[str, Any]) -> Op:
         def op(x: torch.Tensor) -> None:
             y = torch.empty((streams.writes, streams.count), dtype=x.dtype, device=x.device)
             move_kernel[(-(-streams.count // block),)](
-                y, x, streams.count, READS=streams.reads, WRITES=streams.writes, BLOCK=block, num_warps=warps
+                y, x, streams.count, READS=streams.reads, WRITES=streams.writes, BLOCK=block, num_warps=warps, **how
             )
 
         return op
 
-    ways = [moved(block, warps) for block, warps in SHAPES]
+    ways = [moved(block, warps, how) for block, warps in SHAPES for how in (PLAIN, HOPPER)]
     if streams.reads == streams.writes:
         ways.append(torch.neg)
     return ways
