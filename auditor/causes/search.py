@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from auditor.causes.edits import Edit, Place, edited, places
-from auditor.causes.evidence import CERTAIN, Evidence, Suggestion, bits_hit, explained, worth_saying
+from auditor.causes.evidence import CERTAIN, SETTLED, Evidence, Suggestion, bits_hit, explained, worth_saying
 from auditor.causes.oracle import F64, I64, Oracle
 from auditor.causes.purse import OutOfBudget
 from auditor.causes.together import alike
@@ -155,7 +155,13 @@ class _Trial:
                     off.add(model.kin)
                 if model.apart or (model.edit is not None and size > _SMALLER):
                     self._aligned.append((1.0 if model.apart else cosine(effect, delta), model))
-                if explained(found, truth, trial, active) < _HOPELESS:
+                score = explained(found, truth, trial, active)
+                if score < _HOPELESS:
+                    continue
+                if score >= SETTLED:  # the bits of a few rows: what ends the search is not put off
+                    with self._oracle.purse.undisturbed():
+                        values = self._oracle.logprobs(model.decoder)
+                    yield model.cause, model.name, values
                     continue
             yield model.cause, model.name, self._oracle.logprobs(model.decoder)
 
@@ -239,6 +245,17 @@ def _groups(all_places: Sequence[Place]) -> list[tuple[Place, ...]]:
     runs = [set(run.tolist()) for run in np.array_split(layers, min(len(layers), _PLACES // 2))]
     groups = [tuple(place for place in all_places if place[1] == call) for call in calls if len(calls) > 1]
     return groups + [tuple(place for place in all_places if place[0] in run) for run in runs if len(runs) > 1]
+
+
+def resemblance(effect: F64, delta: F64) -> float:
+    """How alike two differences are, -1 to 1: by their angle, and by it once the few largest rows are cut down."""
+    return (cosine(effect, delta) + cosine(_evened(effect), _evened(delta))) / 2
+
+
+def _evened(values: F64) -> F64:
+    """One row should not speak for all."""
+    limit = 2.0 * float(np.median(np.abs(values)))
+    return np.clip(values, -limit, limit)
 
 
 def cosine(a: F64, b: F64) -> float:

@@ -14,6 +14,7 @@ from auditor.causes.computation.formats import usual_formats
 from auditor.causes.computation.precision import low_precision
 from auditor.causes.computation.reduction import rounding_noise, split_sums
 from auditor.causes.computation.variants import other_model
+from auditor.causes.context.blocks import unknown_block
 from auditor.causes.context.context_parallel import slice_edges
 from auditor.causes.context.front import cut_in_front, more_in_front, part_of_the_prompt
 from auditor.causes.context.inserted import more_in_between
@@ -112,6 +113,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
     more_in_front,
     part_of_the_prompt,
     more_in_between,
+    unknown_block,
     other_model,
     chunk_of_the_prompt,
     other_prompt,
@@ -189,12 +191,19 @@ def _computed(evidence: Evidence, oracle: Oracle) -> tuple[list[Suggestion], lis
             if _explained(found):
                 return found, []
         searches = [
-            (each.__name__, partial(each, evidence, oracle), 2.0 if each in USUAL else 1.0)
+            (each.__name__, partial(each, evidence, oracle), _long(each, evidence))
             for each in _of_models(evidence, oracle)
         ]
     except OutOfBudget:
         return found, [each.__name__ for each in (*left, *OF_MODELS)]
     return found, in_turns(searches, oracle.purse, found, _explained)
+
+
+def _long(search: Compute, evidence: Evidence) -> float:
+    """How many turns it has at a time: what is usual where values go wrong where they do."""
+    if evidence.begins is None and search in (rope, row_by_row):
+        return 3.0 if search is rope else 1.0  # other angles are wrong from the first token on, a lost key seldom is
+    return 2.0 if search in USUAL else 1.0
 
 
 def _of_models(evidence: Evidence, oracle: Oracle) -> tuple[Compute, ...]:

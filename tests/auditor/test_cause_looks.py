@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from auditor.causes.context.kv import lost_blocks
-from auditor.causes.distribution.softmax import _foretells, tokens_forbidden
+from auditor.causes.distribution.softmax import _can_be, _foretells, tokens_forbidden
 from auditor.causes.evidence import SETTLED, Evidence
 from auditor.causes.patterns import trend
 from auditor.causes.table import diagnose
@@ -101,3 +101,6 @@ def test_tokens_that_fit_one_row_each_explain_nothing() -> None:
     left = added - of_a_row @ np.linalg.lstsq(of_a_row, added, rcond=None)[0]
     assert np.abs(left).sum() < 0.1 * added.sum()  # so well it fits
     assert not _foretells(of_a_row, added)
+    assert _can_be(np.array([-1.0, 2.0, 600.0]), 72)
+    assert not _can_be(np.array([-1.0, 2.0, -2321.0]), 72)
+    assert not _can_be(np.ones(15), 15)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from auditor.causes.context.blocks import unknown_block
 from auditor.causes.context.front import part_of_the_prompt
 from auditor.causes.context.kv import lost_blocks
 from auditor.causes.context.masked import masked_in_part
@@ -20,7 +21,7 @@ from auditor.causes.context.tenants import _edges, other_tenants
 from auditor.causes.edits import Edit, edited
 from auditor.compare import Logprobs
 from auditor.faults.blind_third_ops import Native
-from auditor.faults.ops import broken
+from auditor.faults.ops import WrongKv, broken
 from auditor.faults.reported import to_e4m3
 from auditor.faults.suite import kv_of
 from auditor.faults.world import Drawn, World, from_bf16, to_bf16
@@ -259,3 +260,24 @@ def old_from(layers: Any, first: int) -> Callable[..., Any]:
         return plain.attention(q, k, v, cu_q, cu_k)
 
     return attention
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "words"), [("block", "kv_boundary", "tokens 16 to 23"), ("date", "other_context", "10 to 13")]
+)
+def test_a_block_that_holds_what_nobody_knows_is_told_from_other_tokens_by_what_hiding_it_does(
+    world: World, sample: Drawn, change: str, cause: str, words: str
+) -> None:
+    decoder, tokens = world.decoder(sample.version), sample.tokens.copy()
+    if change == "block":
+        layers = kv_of(world, decoder, np.random.default_rng(2).permutation(tokens))
+        ops = broken(WrongKv, decoder.reference, layers=layers, first=16, last=24)
+        wrong = world.logprobs(replace(decoder, reference=ops), sample)
+    else:
+        tokens[10:14] = (tokens[10:14] * 7 + 11) % 331
+        wrong = world.logprobs(decoder, replace(sample, tokens=tokens))
+    suggestion = said(unknown_block, world, sample, wrong)
+    assert suggestion is not None
+    assert (suggestion.cause, words in suggestion.evidence) == (cause, True), suggestion
+    stale = world.logprobs(world.decoder(sample.version - 3), sample)
+    assert said(unknown_block, world, sample, stale) is None

@@ -128,3 +128,21 @@ def test_what_overflows_in_a_search_is_treated_as_where_the_searches_were_begun(
     with np.errstate(over="ignore"):
         in_turns([("a", overflows, 1.0)], Purse(FORWARDS, math.inf), found, never)
     assert found[0].score == math.inf
+
+
+def test_what_has_the_bits_of_a_few_rows_is_finished_in_its_turn() -> None:
+    purse, said = Purse(FORWARDS, math.inf), list[str]()
+
+    def found() -> Iterator[Suggestion]:
+        purse.spend(2.0 * FORWARDS * 0.05)
+        with purse.undisturbed():
+            purse.spend(1.0)
+        said.append("found")
+        yield Suggestion("a", 1.0, "")
+
+    def other() -> Iterator[Suggestion]:
+        said.append("other")
+        yield Suggestion("b", 0.1, "")
+
+    in_turns([("found", found, 1.0), ("other", other, 1.0)], purse, [], lambda suggestions: bool(suggestions))
+    assert said == ["found"]

@@ -15,7 +15,7 @@ from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import HINT, Evidence, Suggestion
 from auditor.causes.fit import climbed
 from auditor.causes.oracle import F64, I64, Oracle
-from auditor.causes.search import Candidate, cosine, nearest
+from auditor.causes.search import Candidate, nearest, resemblance
 from auditor.compare import Logprobs
 from rl_kernel.reference.model import Decoder
 
@@ -189,7 +189,7 @@ def _standing_out(evidence: Evidence, oracle: Oracle, rows: I64) -> tuple[Span, 
             unseen = [edited(oracle.decoder, Edit("attention", seeing(without(*span)))) for span in some]
             for span, values in zip(some, oracle.of_each(unseen, rows), strict=True):
                 effect = values.astype(np.float64) - truth
-                alike[span] = (cosine(effect, delta) + cosine(_evened(effect), _evened(delta))) / 2
+                alike[span] = resemblance(effect, delta)
 
     def unlike(span: Span) -> float:
         """Below 1; above where there is no such part."""
@@ -210,12 +210,6 @@ def _pieces(first: int, last: int, count: int) -> list[Span]:
     """About as many parts of first..last, of one size."""
     edges = np.unique(np.linspace(first, last, min(count, last - first) + 1).round().astype(int)).tolist()
     return list(pairwise(edges))
-
-
-def _evened(values: F64) -> F64:
-    """The few largest ones cut down: one row should not speak for all."""
-    limit = 2.0 * float(np.median(np.abs(values)))
-    return np.clip(values, -limit, limit)
 
 
 def _in_place(evidence: Evidence, oracle: Oracle, at: int, tokens: list[int]) -> Iterator[Candidate]:

@@ -26,6 +26,7 @@ _BESIDE: Final = 32  # the same, of a row of the prompt
 _NEAR: Final = (1, -1, 2, -2)
 _MOST_KEYS: Final = 96  # of which every span is tried
 _EDGES: Final = 16
+_SLICES: Final = 4
 _ROWS: Final = 3  # that must follow before a whole response is computed
 _LARGEST: Final = 1 << 27  # values of a cache that is kept
 _TOKENS: Final = 1024  # that are all tried in a place
@@ -185,7 +186,8 @@ def _masks(oracle: Oracle, at: int, last: Row, before: Sequence[Row]) -> Iterato
 
 def _some_edges(oracle: Oracle, at: int) -> list[int]:
     cuts = {0, oracle.prompt_len, at, *range(0, at, max(_EDGES, at // _MOST_KEYS // _EDGES * _EDGES))}
-    cuts |= {int(edge) for _, inner in slicings(at + 1) for edge in inner}
+    most = _SLICES if at < oracle.prompt_len else at + 1  # of which the first wrong row may be the edge
+    cuts |= {int(edge) for parts, inner in slicings(at + 1) if parts <= most for edge in inner}
     return sorted(cut for cut in cuts if cut <= at)
 
 

@@ -23,6 +23,7 @@ _MOST: Final = 16  # tokens that may have been touched
 _LEFT: Final = 0.1  # of the mass, not explained
 _EACH: Final = 0.3  # of a row's mass, not explained
 _ROWS_A_TOKEN: Final = 8  # that a token explains, unless all is exact
+_ROWS_OPEN: Final = 2  # that are looked at beside what a token explains, even where all is exact
 _FITTING: Final = 0.75  # of the rows
 _FORETOLD: Final = 0.2  # of the mass, not explained by what the other rows say
 _EXACT: Final = 1e-4
@@ -60,7 +61,13 @@ def touched_tokens(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         exact = explained > 1.0 - _EXACT * _ROWS_A_TOKEN
         few = len(support) * _ROWS_A_TOKEN <= rows.size
         told = exact or (few and explained >= 1.0 - _LEFT and _foretells(columns[plain][:, support], added[plain]))
-        if told and explained >= 1.0 - _LEFT and fits and _varies(columns[:, support] @ shares):
+        if (
+            told
+            and _can_be(shares, int(plain.sum()))
+            and explained >= 1.0 - _LEFT
+            and fits
+            and _varies(columns[:, support] @ shares)
+        ):
             yield _said(support, shares, explained, columns.shape[1] - 1, scale)
             if columns.shape[1] - 1 not in support and (
                 best := nearest(evidence, oracle, _moved(oracle, support, shares))
@@ -121,6 +128,14 @@ def _pursued(columns: F64, added: F64, targets: I64) -> tuple[list[int], F64, Ma
         if np.abs(left[plain]).sum() < _NOISE * np.abs(added[plain]).sum():
             break
     return support[: len(shares)], shares, plain
+
+
+def _can_be(shares: F64, rows: int) -> bool:
+    """Whether logits could do that: none takes more mass away than its token has; as many tokens as rows fit anything.
+
+    rows: those of which nothing but mass is asked.
+    """
+    return bool((shares > -1.0 - _LEFT).all()) and rows >= _ROWS_OPEN * len(shares)
 
 
 def _foretells(columns: F64, added: F64) -> bool:
