@@ -144,5 +144,5 @@ def test_what_has_the_bits_of_a_few_rows_is_finished_in_its_turn() -> None:
         said.append("other")
         yield Suggestion("b", 0.1, "")
 
-    in_turns([("found", found, 1.0), ("other", other, 1.0)], purse, [], lambda suggestions: bool(suggestions))
+    in_turns([("found", found, 1.0), ("other", other, 1.0)], purse, [], bool)
     assert said == ["found"]
