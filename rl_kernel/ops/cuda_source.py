@@ -78,6 +78,7 @@ def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int
 
     stride: elements from one row to the next. It holds the address and no reference to what lies there.
     """
+    _need_driver()
     kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     sizes, strides = [driver.cuuint64_t(x) for x in (columns, rows)], [driver.cuuint64_t(2 * stride)]
     box, every = [driver.cuuint32_t(x) for x in (64, box_rows)], [driver.cuuint32_t(1)] * 2
@@ -116,11 +117,20 @@ def compiled(source: str, constants: Constants) -> bytes:
 @cache
 def _function(source: str, name: str, constants: Constants, device: int, shared: int) -> Any:
     """The function in the context of `device`, which is the current one, allowed `shared` bytes."""
+    _need_driver()
     (module,) = ask(driver.cuModuleLoadData(compiled(source, constants)), f"load {source}")
     (function,) = ask(driver.cuModuleGetFunction(module, name.encode()), f"find {name}")
     most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     ask(driver.cuFuncSetAttribute(function, most, shared), f"give {name} {shared} bytes of shared memory")
     return function
+
+
+def _need_driver() -> None:
+    if driver is None:
+        raise PlanError(
+            "the package cuda-bindings is missing, which launches kernels in CUDA; torch for CUDA comes with it, "
+            "or: pip install cuda-bindings"
+        )
 
 
 def ask(answer: tuple[Any, ...], what: str) -> tuple[Any, ...]:

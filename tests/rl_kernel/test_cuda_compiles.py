@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from rl_kernel.errors import PlanError
 from rl_kernel.ops import cluster_matmul, cuda_source
 
 NVCC = shutil.which("nvcc")
@@ -39,3 +40,9 @@ def test_it_compiles_and_no_wgmma_is_serialised(case: str, tmp_path: Path) -> No
     said = subprocess.run([*command, "-o", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True)
     assert "serialized" not in said.stderr, said.stderr
     assert "0 bytes stack frame, 0 bytes spill stores" in said.stderr, said.stderr
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_source, "driver", None)
+    with pytest.raises(PlanError, match="cuda-bindings is missing"):
+        cuda_source.tensor_map(0, 1, 64, 64, 64)
