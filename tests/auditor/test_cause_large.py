@@ -12,6 +12,7 @@ from auditor.causes.evidence import CERTAIN, Suggestion
 from auditor.causes.purse import Purse
 from auditor.causes.table import _unsure
 from auditor.causes.weights.grids import BLOCK, E4M3, INT8, ROW, Grid, Sharing, coarse
+from auditor.causes.weights.parts import Layout
 from auditor.causes.weights.response import Response
 from auditor.causes.weights.streamed import Streamed, _edges
 from auditor.causes.weights.versions import mixed_weights
@@ -133,3 +134,12 @@ def test_what_was_paid_for_is_gone_on_with() -> None:
         assert not purse.turn_is_over
         purse.spend(5.0)
         assert purse.turn_is_over
+
+
+def test_layers_are_told_as_stages_of_a_pipeline_and_as_far_as_a_transfer_came() -> None:
+    names = [f"model.layers.{at}.mlp.up_proj.weight" for at in sorted(range(12), key=str)] + ["model.norm.weight"]
+    layout = Layout({name: np.zeros((2, 2), np.uint16) for name in names}, names)
+    found = {frozenset(part.name for part in choice.parts) for choice in layout.choices()}
+    for first, last, ends in ((4, 7, ()), (0, 8, ()), (9, 11, ("model.norm.weight",))):
+        layers = (f"model.layers.{at}.mlp.up_proj.weight" for at in range(first, last + 1))
+        assert frozenset((*layers, *ends)) in found

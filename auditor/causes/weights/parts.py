@@ -4,7 +4,7 @@ A part is a run of a tensor's rows, or of its columns where a rank holds columns
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from rl_kernel.reference.ops import Bits
 _BY_COLUMN: Final = ("o_proj", "down_proj")
 _TILE: Final = 64  # tokens of the vocabulary that a rank has whole
 _BLOCKS: Final = ("self_attn.", "mlp.", "norm", "proj")
+_STAGES: Final = (2, 3, 4, 5, 6, 8)  # of a pipeline
 _RUNS: Final = 16  # of layers, or of the tensors in their order, that are told apart
 _FUSED: Final = (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"))  # are held as one, or rotated
 _LATER: Final = 0.01  # a cost, by which smaller sets are tried when larger ones of every kind have been
@@ -147,9 +148,25 @@ class Layout:
             yield Choice(said, self.whole(names), 1.0)
             yield Choice(f"all but {said}", self.whole(every - names), 2.0)
         yield from self._ends()
+        yield from self._stages()
         for name in self.names[:MOST]:
             yield Choice(name, self.whole(frozenset([name])), 3.0)
             yield Choice(f"all but {name}", self.whole(every - {name}), 4.0)
+
+    def _stages(self) -> Iterator[Choice]:
+        """Layers in their order, as stages of a pipeline or as a transfer that was cut off; with what stands beside."""
+        layers = sorted({layer_of(name) for name in self.names} - {-1})
+        cuts = {(cut[0], cut[-1]): 1.5 for count in _STAGES for cut in np.array_split(layers, count) if len(cut) > 1}
+        for first, last in pairwise(layers):
+            cuts |= {(layers[0], first): 2.0, (last, layers[-1]): 2.0}
+        for (first, last), cost in cuts.items():
+            inside = frozenset(name for name in self.names if first <= layer_of(name) <= last)
+            front = frozenset(n for n in self.names if "embed" in n) if first == layers[0] else frozenset()
+            behind = frozenset(n for n in self.names if layer_of(n) < 0 and "embed" not in n)
+            for more in dict.fromkeys((frozenset[str](), front, behind if last == layers[-1] else front)):
+                what = " and what stands beside them" if more else ""
+                where = f"layers {first} to {last}" if first < last else f"layer {first}"
+                yield Choice(where + what, self.whole(inside | more), cost)
 
     def _ends(self) -> Iterator[Choice]:
         """The first or the last tensors of a transfer, in the order of the file or of their names."""
