@@ -47,9 +47,11 @@ def filled(connect: Open) -> Iterator[tuple[Reader, Writer]]:
             pipeline().conclude(unit, key, ReferenceLogprobs(truth, truth, "fma32"))
     receive(ledger, pipeline(queue=[]), 2)
     writer = Writer(ledger, lambda unit: None, lambda: None, 32)
-    yield Reader(lambda: connect(False)), writer
-    writer.close()
-    ledger.close()
+    try:
+        yield Reader(lambda: connect(False)), writer
+    finally:
+        writer.close()
+        ledger.close()
 
 
 def exporter(reader: Reader, writer: Writer, place: Path, wanted: Wanted = "all") -> TokenEvidence:
