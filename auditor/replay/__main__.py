@@ -2,8 +2,9 @@
 
 Each side whose reported values differ from the reference is run again on the ops of our engines, call by call beside
 the reference: `strict`, `native` (Megatron-core's), `native-vllm` and `native-vllm-alone` (with no sequence beside
-it). Those that give the reported bits are believed, or else those that come nearest, where they come much nearer than
-the reference does: what is as far from all of them was made by no op. `--rollout-ops` and `--trainer-ops` name the ops
+it). Those that give the reported bits are believed; else the reference is tried with one op changed (`changed`), for a
+minute at most, and then those that come nearest are taken, where they come much nearer than the reference does: what is
+as far from all of them was made by no op. `--rollout-ops` and `--trainer-ops` name the ops
 instead: one of these, `none`, or MODULE:NAME of a foreign engine's stand-in: a function that takes the reference
 (`rl_kernel.reference.ops.Reference`) and returns an object with its op methods, or a subclass of it. `--causes 60`
 first searches for causes, for up to a minute a side: beside a live job a search ends after `diagnose_seconds`, which is
@@ -14,6 +15,7 @@ Exit code 0 where every replayed side agrees with the reference, 1 where one dif
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,14 +28,19 @@ from auditor.object_store import StoreAccess
 from auditor.recompute_worker import Models, decoder_of, stated_positions, temperature_of
 from auditor.records import SIDES, Record
 from auditor.replay.causes import search
+from auditor.replay.changed import Make, changed
 from auditor.replay.engines import OURS, load_ops
-from auditor.replay.report import OUTSIDE, Match, Question, Replayed, distance_between, lines, match, replay
+from auditor.replay.report import OUTSIDE, Match, Question, distance_between, lines, match, replay
 from auditor.weights_place import WeightsPlace
 from rl_kernel.compare import compare_bits
 from rl_kernel.errors import RlKernelError
 
+Tried = dict[str, tuple[Match, Make]]
+
 # Other weights or another prompt leave all ops equally far away, and chance would say which of them is the nearest.
 _MUCH_NEARER: Final = 0.5
+_ITS_OWN: Final = 0.1  # so near are the ops of a side's own engine, whatever else stood in its batches
+_SECONDS: Final = 60.0  # for the ops that are changed one by one
 
 
 def main(arguments: list[str]) -> int:
@@ -88,12 +95,13 @@ def _side(capsule: Capsule, models: Models, record: Record, ops: str, out: Path 
     if ops == "none" or (ops == "auto" and differing == 0):
         return int(differing > 0)
     away = distance_between(truth, record.logprobs)
-    name = _nearest(question, record, away) if ops == "auto" else ops
-    if not name:
+    name, make = _nearest(question, record, away) if ops == "auto" else (ops, _loaded(question, ops))
+    _tell_reported(capsule, record, decoder.config.layers)
+    if make is None:
         print(f"{record.side}: no ops of ours come nearer to the reported values than the reference, {away:.3g} away")
         print(f"{record.side}: {OUTSIDE}")
         return 1
-    replayed = _replay(question, record, name)
+    replayed = replay(question, record, make)
     print("\n".join(lines(record.side, name, replayed)))
     if out is not None and replayed.tensors is not None and replayed.expected is not None:
         arrays: dict[str, Any] = {"output": replayed.tensors.output, "expected": replayed.expected.output}
@@ -112,33 +120,62 @@ def _tokens(capsule: Capsule, record: Record) -> np.ndarray:
     return capsule.rollout.tokens
 
 
-def _nearest(question: Question, record: Record, away: float) -> str:
-    """Of our engines' ops those that give the reported bits or come nearest; ConfigError where none runs here.
+def _nearest(question: Question, record: Record, away: float) -> tuple[str, Make | None]:
+    """Name and maker of the ops that give the reported bits or come nearest; ConfigError where none runs here.
 
-    away: the reference's distance. Where none comes much nearer: the strict ones, or "" where they do not run here.
+    Whole engines of ours first, then the reference with one op changed. away: the reference's distance. Where none
+    comes much nearer: the strict ones, or None where they do not run here.
     """
-    found: dict[str, Match] = {}
+    found: Tried = {}
     refused: list[str] = []
     for name in OURS:
         try:
-            found[name] = match(question, record, load_ops(name, question.decoder, question.prompt_len))
+            make = _loaded(question, name)
         except ConfigError as error:
             refused.append(str(error))
             continue
-        if found[name].unlike == 0:
+        found[name] = match(question, record, make), make
+        if found[name][0].unlike == 0:
             break
     for reason in refused:
         print(f"{record.side}: {reason}")
     if not found:
         raise ConfigError("none of our engines' ops runs here; name ops with --rollout-ops and --trainer-ops")
-    near = [name for name, one in found.items() if one.unlike == 0 or one.distance <= _MUCH_NEARER * away]
+    if min(one.distance for one, _ in found.values()) > _ITS_OWN * away:
+        _try_changes(question, record, found, away)
+    near = [name for name, (one, _) in found.items() if one.unlike == 0 or one.distance <= _MUCH_NEARER * away]
     if not near:
-        return "strict" if "strict" in found else ""
-    return min(near, key=lambda each: (found[each].unlike > 0, found[each].distance))
+        return "strict", found["strict"][1] if "strict" in found else None
+    best = min(near, key=lambda each: (found[each][0].unlike > 0, found[each][0].distance))
+    return best, found[best][1]
 
 
-def _replay(question: Question, record: Record, name: str) -> Replayed:
-    return replay(question, record, load_ops(name, question.decoder, question.prompt_len))
+def _try_changes(question: Question, record: Record, found: Tried, away: float) -> None:
+    """Add the reference with one op changed, until one has the bits or the time is over."""
+    deadline = time.monotonic() + _SECONDS
+    for change, make in changed(question.decoder, question.prompt_len, away):
+        name = f"strict but for {change}"
+        found[name] = match(question, record, make), make
+        if found[name][0].unlike == 0 or time.monotonic() > deadline:
+            return
+
+
+def _loaded(question: Question, name: str) -> Make:
+    return load_ops(name, question.decoder, question.prompt_len)
+
+
+def _tell_reported(capsule: Capsule, record: Record, layers: int) -> None:
+    """What the verdict had of where and why: said besides the ops, and instead of them where none is found."""
+    judgement = capsule.judgement
+    at = judgement.rollout_first_layer if record.side == "rollout" else judgement.trainer_first_layer
+    if at is not None:
+        where = (
+            f"at layer {at}" if at < layers else "behind the last layer: in the norm, the output layer or its logits"
+        )
+        print(f"{record.side}: by the digests of its layers it leaves the reference {where}")
+    if judgement.causes:
+        first = judgement.causes[0]
+        print(f"capsule: the cause suggested was {first['cause']} ({first['score']:.2f}): {first['evidence']}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The ops that a stock vLLM runs on a CPU (V1, bf16, enforce_eager, one rank), in the shape of the reference.
 
 They call vLLM's own kernels, outside of its engine: a prompt read at once, then a token a step. Of what a pass holds
-besides this sequence only one thing moves bits here: how many rows it has, since oneDNN multiplies a single row in another
-order where K is large, and vLLM's small matrices on a CPU with AMX have another kernel for up to four rows. So there are two
-kinds, `together` and `alone`.
+besides this sequence only one thing moves bits here: how many rows it has, since oneDNN multiplies a single row in
+another order where K is large, and vLLM's small matrices on a CPU with AMX have another kernel for up to four rows. So
+there are two kinds, `together` and `alone`.
 """
 
 import math

@@ -15,7 +15,7 @@ import pytest
 from auditor.capsule import Capsule, from_bytes, to_bytes
 from auditor.client import AuditClient
 from auditor.errors import RecordError
-from auditor.faults.ops import HiddenKeys, NativeProducts, broken
+from auditor.faults.ops import HiddenKeys, ThreeParts, broken
 from auditor.judge import judge_pair
 from auditor.records import Positions, RolloutRecord, TrainerRecord
 from auditor.replay.__main__ import main
@@ -30,12 +30,12 @@ from tests.auditor.test_reference import true_pair, weights_root
 __all__ = ["weights_root"]
 
 
-def native(root: Path, sample_id: str) -> tuple[RolloutRecord, TrainerRecord]:
-    """A sample whose trainer ran on native products, and that differs."""
+def in_three_parts(root: Path, sample_id: str) -> tuple[RolloutRecord, TrainerRecord]:
+    """A sample whose trainer summed its products in three parts, and that differs: on every machine alike."""
     decoder = Decoder.open(root / "v000001", CONTRACT)
-    on_native = replace(decoder, reference=broken(NativeProducts, decoder.reference))
+    in_parts = replace(decoder, reference=broken(ThreeParts, decoder.reference))
     rollout, trainer = true_pair(root, sample_id)
-    (wrong,) = on_native.logprobs([rollout.tokens.astype(np.int64)], [8], 1.0)
+    (wrong,) = in_parts.logprobs([rollout.tokens.astype(np.int64)], [8], 1.0)
     assert wrong.tobytes() != rollout.logprobs.tobytes()
     return rollout, replace(trainer, logprobs=wrong)
 
@@ -116,7 +116,7 @@ def test_ops_that_keep_the_contract_show_no_difference(weights_root: Path) -> No
 
 
 def test_a_mismatch_is_frozen_by_the_api_and_replayed_by_a_command(weights_root: Path, tmp_path: Path) -> None:
-    rollout, trainer = native(weights_root, "a")
+    rollout, trainer = in_three_parts(weights_root, "a")
     flags = ("--weights-root", str(weights_root))
     with running_auditor(tmp_path, *flags) as auditor:
         with AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "s") as client:
@@ -133,19 +133,19 @@ def test_a_mismatch_is_frozen_by_the_api_and_replayed_by_a_command(weights_root:
     assert out.read_bytes() == by_api
     tensors = tmp_path / "call.npz"
     command = [sys.executable, "-m", "auditor.replay", str(out), "--weights-root", str(weights_root)]
-    command += ["--trainer-ops", "auditor.faults.ops:NativeProducts", "--tensors", str(tensors)]
+    command += ["--trainer-ops", "auditor.faults.ops:ThreeParts", "--tensors", str(tensors)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "rollout: 0 of 32 reported values differ" in done.stdout
-    assert "trainer: the ops auditor.faults.ops:NativeProducts reproduce the reported bits" in done.stdout
-    assert "trainer: first to differ on equal inputs: gemm at layers.0." in done.stdout
+    assert "trainer: the ops auditor.faults.ops:ThreeParts reproduce the reported bits" in done.stdout
+    assert "trainer: first to differ on equal inputs: gemm at layers." in done.stdout
     with np.load(tensors, allow_pickle=False) as kept:
         assert kept["output"].tobytes() != kept["expected"].tobytes()
         assert kept["input_0"].shape[0] == 40
 
 
 def test_ops_that_do_not_exist_are_one_line(weights_root: Path, tmp_path: Path) -> None:
-    rollout, trainer = native(weights_root, "a")
+    rollout, trainer = in_three_parts(weights_root, "a")
     file = tmp_path / "c"
     file.write_bytes(to_bytes(Capsule(rollout, trainer, judge_pair(rollout, trainer, CONTRACTS).judgement, None)))
     command = [sys.executable, "-m", "auditor.replay", str(file), "--weights-root", str(weights_root)]

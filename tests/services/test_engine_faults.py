@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from auditor.replay.__main__ import main as replay
 from services.errors import ConfigError
 from services.faults.broken import broken, chosen
 from services.faults.fault import Broken
@@ -60,6 +61,21 @@ def test_a_fault_in_a_real_engine_gets_its_side_and_cause_and_the_steps_before_i
     assert len(one.clean) == 2 * one.fault.sound_steps
     assert all(sample.sound for sample in one.clean)
     assert one.fault.sound_steps >= 2
+
+
+@pytest.mark.slow
+def test_a_capsule_of_a_broken_engine_is_replayed_to_the_op_that_was_broken(
+    found: tuple[Path, dict[str, Broken]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No engine of ours has the bits: the reference with one op changed does."""
+    (capsule,) = (found[0] / "capsules").glob("*-scaled-by-4-in-the-trainer.capsule")
+    assert replay([str(capsule), "--weights-root", str(found[0] / "weights")]) == 1
+    said = capsys.readouterr().out
+    assert "trainer: by the digests of its layers it leaves the reference at layer 0" in said
+    assert "capsule: the cause suggested was rope_scaling (1.00)" in said
+    assert "trainer: the ops strict but for RoPE scaled linearly by 4 reproduce the reported bits" in said
+    assert "trainer: first to differ on equal inputs: rope at layers.0.rope" in said
+    assert "trainer: with the reference's rope: the difference is gone" in said
 
 
 @pytest.mark.soak
