@@ -102,11 +102,11 @@ OF_ROWS: Final[tuple[Compute, ...]] = (
 )
 OF_MODELS: Final[tuple[Compute, ...]] = (
     split_sums,
+    usual_caches,
+    rope,
     mixed_weights,
     stale_kv,
     row_by_row,
-    usual_caches,
-    rope,
     usual_formats,
     cut_in_front,
     attention_mask,
@@ -135,6 +135,7 @@ OF_MODELS: Final[tuple[Compute, ...]] = (
 )
 # What users report most of all these; their turns are twice as long.
 USUAL: Final = (split_sums, mixed_weights, stale_kv, row_by_row, rope, usual_formats)
+FROM_A_TOKEN_ON: Final = (stale_kv, row_by_row)
 COMPUTED: Final[tuple[Compute, ...]] = (*OF_ROWS, *OF_MODELS)
 # Where values are wrong by themselves; whole models may have said them one by one, as a draft's does.
 BY_THEMSELVES: Final[tuple[Compute, ...]] = (other_model, other_constants, sampler_defaults, two_steps)
@@ -201,8 +202,8 @@ def _computed(evidence: Evidence, oracle: Oracle) -> tuple[list[Suggestion], lis
 
 def _long(search: Compute, evidence: Evidence) -> float:
     """How many turns it has at a time: what is usual where values go wrong where they do."""
-    if evidence.begins is None and search in (rope, row_by_row):
-        return 3.0 if search is rope else 1.0  # other angles are wrong from the first token on, a lost key seldom is
+    if search is row_by_row and evidence.begins is None:
+        return 1.0  # what is wrong from the first value on is seldom one row's doing
     return 2.0 if search in USUAL else 1.0
 
 
@@ -218,6 +219,8 @@ def _of_models(evidence: Evidence, oracle: Oracle) -> tuple[Compute, ...]:
         return ()
     if _within(_FAR_BELOW, evidence, oracle):
         return OF_MODELS[: OF_MODELS.index(split_sums) + 1]
+    if evidence.begins is not None:  # what begins somewhere is a cache's or a row's sooner than a model's
+        return (*FROM_A_TOKEN_ON, *(search for search in OF_MODELS if search not in FROM_A_TOKEN_ON))
     return OF_MODELS if _within(_FAR_BEYOND, evidence, oracle) else tuple(s for s in OF_MODELS if s is not split_sums)
 
 

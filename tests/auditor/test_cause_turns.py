@@ -7,10 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from auditor.causes.computation.reduction import split_sums
+from auditor.causes.context.kv import stale_kv
+from auditor.causes.context.stepwise import row_by_row
 from auditor.causes.evidence import Evidence, Suggestion
 from auditor.causes.purse import OutOfBudget, Purse
 from auditor.causes.search import Candidate, nearest
-from auditor.causes.table import _unsure, diagnose
+from auditor.causes.table import OF_MODELS, _long, _of_models, _unsure, diagnose
 from auditor.causes.turns import Search, in_turns
 from auditor.faults.world import World
 from tests.auditor.diagnosis import evidence_of, oracle_of
@@ -146,3 +149,15 @@ def test_what_has_the_bits_of_a_few_rows_is_finished_in_its_turn() -> None:
 
     in_turns([("found", found, 1.0), ("other", other, 1.0)], purse, [], bool)
     assert said == ["found"]
+
+
+def test_what_begins_at_a_token_is_asked_of_caches_and_rows_first(world: World) -> None:
+    (sample,) = world.draw(1, 24, 40)
+    wrong = world.logprobs(world.decoder(sample.version - 1), sample)
+    oracle = oracle_of(world, sample)
+    assert _of_models(evidence_of(world, sample, wrong), oracle)[0] != stale_kv
+    wrong[:8] = world.logprobs(world.decoder(sample.version), sample)[:8]
+    first, second, *rest = _of_models(evidence_of(world, sample, wrong), oracle)
+    assert (first, second) == (stale_kv, row_by_row)
+    assert {first, second, *rest, split_sums} == set(OF_MODELS)
+    assert _long(row_by_row, evidence_of(world, sample, wrong)) == 2.0
