@@ -10,7 +10,7 @@ from rl_kernel.reference.weights import weight_digest
 from services.trainer.optimizer import AdamWOptions
 from tests.integrations.megatron.ranks import on_ranks
 from tests.models import QWEN3, write_tiny_model
-from tests.services.training import OPTIONS, train_on_rank
+from tests.services.training import OPTIONS, layers_on_rank, train_on_rank
 
 # Clipped by norm, and with decay, so that both are tried over ranks.
 ONE = replace(OPTIONS, max_grad_norm=0.1, adamw=AdamWOptions(weight_decay=0.1))
@@ -64,3 +64,11 @@ def test_native_ranks_agree_with_each_other_and_not_with_one_rank(runs):
     assert np.isfinite(losses).all()
     one = np.concatenate(found["native one"][1])
     assert (np.concatenate(logprobs).view(np.uint32) != one.view(np.uint32)).any()
+
+
+def test_layers_have_the_digests_of_one_rank_on_two_and_the_first_of_them_reports(runs):
+    root, _ = runs
+    one = layers_on_rank(0, "", root / "model", ONE)
+    leave_tensor_parallel()
+    assert on_ranks(2, layers_on_rank, root / "model", TWO) == [one, ()]
+    assert len(one[0]) == QWEN3.layers

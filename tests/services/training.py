@@ -61,3 +61,9 @@ def train_on_rank(
     digest = engine.export(out / "weights")
     engine.save_checkpoint(out / "checkpoint")
     return [(o.loss, o.grad_norm) for o in outcomes], list(outcomes[-1].logprobs), digest
+
+
+def layers_on_rank(rank: int, rendezvous: str, model: Path, options: TrainerOptions) -> tuple[tuple[str, ...], ...]:
+    """The digests of layers of the first step on one rank."""
+    engine = TrainerEngine(model, replace(options, rank=rank, rendezvous=rendezvous, layer_digests=True))
+    return engine.train(batch()).layer_digests
