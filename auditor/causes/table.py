@@ -102,10 +102,10 @@ OF_ROWS: Final[tuple[Compute, ...]] = (
 )
 OF_MODELS: Final[tuple[Compute, ...]] = (
     split_sums,
+    stale_kv,
     usual_caches,
     rope,
     mixed_weights,
-    stale_kv,
     row_by_row,
     usual_formats,
     cut_in_front,
