@@ -202,9 +202,14 @@ def _computed(evidence: Evidence, oracle: Oracle) -> tuple[list[Suggestion], lis
 
 def _long(search: Compute, evidence: Evidence) -> float:
     """How many turns it has at a time: what is usual where values go wrong where they do."""
-    if search is row_by_row and evidence.begins is None:
+    if search is row_by_row and not _starts_right(evidence):
         return 1.0  # what is wrong from the first value on is seldom one row's doing
     return 2.0 if search in USUAL else 1.0
+
+
+def _starts_right(evidence: Evidence) -> bool:
+    """Whether the first value is right, so that the prompt may be: moved positions of a response begin behind it."""
+    return bool(np.flatnonzero(evidence.differs)[0] > np.flatnonzero(evidence.active)[0])
 
 
 def _of_models(evidence: Evidence, oracle: Oracle) -> tuple[Compute, ...]:
@@ -219,7 +224,7 @@ def _of_models(evidence: Evidence, oracle: Oracle) -> tuple[Compute, ...]:
         return ()
     if _within(_FAR_BELOW, evidence, oracle):
         return OF_MODELS[: OF_MODELS.index(split_sums) + 1]
-    if evidence.begins is not None:  # what begins somewhere is a cache's or a row's sooner than a model's
+    if _starts_right(evidence):  # what begins somewhere is a cache's or a row's sooner than a model's
         return (*FROM_A_TOKEN_ON, *(search for search in OF_MODELS if search not in FROM_A_TOKEN_ON))
     return OF_MODELS if _within(_FAR_BEYOND, evidence, oracle) else tuple(s for s in OF_MODELS if s is not split_sums)
 
