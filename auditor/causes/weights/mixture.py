@@ -28,6 +28,7 @@ _FAR: Final = 100.0  # times `rounding_noise`
 _NOT_SO_FAR: Final = 30.0  # the same, where the model has to be run back for it
 _ALL_ANEW: Final = 2.1  # times `rounding_noise`, in which about half of the roundings fall out anew
 _EXACTLY: Final = 1e-3  # of a rounding, squared: a difference below which is none
+_SIMPLE: Final = 3.0  # times a cost: of the many sets of many tensors some fit few rows a little better than what is so
 _DEAR: Final = 24  # guesses, each of which costs a good part of a second
 _BESIDE: Final = 10.0  # as a logarithm: how much likelier one guess makes another not worth a trial
 _BEAM: Final = 24
@@ -100,6 +101,7 @@ class Measured:
     def unlikely(self, effect: F64, cost: float) -> float:
         """Of weights with this effect: what it leaves of the difference, as a logarithm, and the cost."""
         left = self.delta - effect
+        cost *= _SIMPLE if self.dear else 1.0
         return cost + 0.5 * len(left) * float(np.log(left @ left + _EXACTLY * len(left)))
 
     def gained(self, guess: Guess) -> float:
