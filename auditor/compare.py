@@ -21,8 +21,11 @@ ULP_EDGES: Final = (0, 1, 2, 4, 16, 256, 65_536, 16_777_216)
 
 
 def first_layer(left: Sequence[str], right: Sequence[str]) -> int | None:
-    """The first layer whose digests differ, their number where none does; None where they cannot be compared."""
-    if not left or len(left) != len(right):
+    """The first layer whose digests differ, their number where none does; None where they cannot be compared.
+
+    An empty digest is unknown, and so is then where they part.
+    """
+    if not left or len(left) != len(right) or not (all(left) and all(right)):
         return None
     pairs = enumerate(zip(left, right, strict=True))
     return next((layer for layer, (ours, theirs) in pairs if ours != theirs), len(left))

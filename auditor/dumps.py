@@ -2,9 +2,9 @@
 
 A row names `side` (rollout, trainer), `step`, `sample_id` and the fields of `auditor.records`, nested ones with a dot
 (`sampling.temperature`). Log-probabilities come as `logprobs` (numbers) or `logprob_bits` (eight hex digits each).
-Fields that every row shares come from defaults. What is unknown is left out or null; what is no field is refused, and
-so are a key or column that is there twice, a null among numbers, a number beyond fp32, and an id that is no whole
-number.
+Fields that every row shares come from defaults. What is unknown is left out or null, but for the temperature and the
+filters: a number cannot say that it is unknown. What is no field is refused, and so are a key or column that is there
+twice, a null among numbers, a number beyond fp32, and an id that is no whole number.
 """
 
 import json
@@ -33,11 +33,15 @@ _UNKNOWN: Final[Mapping[str, Any]] = {
     "contract_digest": "",
     "environment": {"arch": "", "mma": "", "digest": ""},
     "layout": {"tp_size": 0, "cp_size": 0, "vocab_size": 0, "padded_vocab_size": 0, "vocab_shards": ()},
-    "positions": {"rope_digest": ""},
-    "sampling": {},
+    "positions": {"rope_digest": "", "attention": ""},
+    "sampling": {"logprobs_mode": ""},
     "engine_id": "dump",
     "trainer_id": "dump",
 }
+
+
+# What would pass for off where it is only not known; with the value that says so.
+_STATED: Final = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 def read_dump(path: Path, defaults: Mapping[str, Any]) -> Iterator[Record]:
@@ -158,6 +162,9 @@ def _typed(name: str, value: Any) -> Any:
     for key in value:
         if key not in known:
             raise RecordError(f"'{name}.{key}' is no field; there are {', '.join(sorted(known))}")
+    for key, off in _STATED.items() if kind is Sampling else ():
+        if key not in value:
+            raise RecordError(f"'sampling.{key}' is missing; {off:g} says that there is none")
     return kind(**{**_UNKNOWN[name], **value})
 
 

@@ -69,9 +69,9 @@ class Judgement:
     missing: the side that has not reported, while pending. condition, field, rollout_value, trainer_value: of the
     precondition that failed. compared … nonfinite_trainer: of the pair, see `Comparison`; bit patterns in hex.
     rollout_differing, trainer_differing: tokens that differ from the reference; reference_differing: on either side.
-    reference_error: code and reason. first_layer: where both sides report the digests of their layers, the first one
-    that differs, or how many there are where only what comes behind the last one does. rollout_first_layer,
-    trainer_first_layer: the same against the reference.
+    reference_error: code and reason. layers: of which a side reported digests. first_layer: where both sides report
+    them, the first layer that differs, or `layers` where only what comes behind the last one does.
+    rollout_first_layer, trainer_first_layer: the same against the reference.
     """
 
     verdict: Verdict
@@ -101,6 +101,7 @@ class Judgement:
     trainer_differing: int = 0
     reference_differing: int = 0
     weight_version: int = -1
+    layers: int = 0
     first_layer: int | None = None
     rollout_first_layer: int | None = None
     trainer_first_layer: int | None = None
@@ -158,6 +159,7 @@ def judge_pair(rollout: RolloutRecord, trainer: TrainerRecord, contracts: Contra
         nonfinite_trainer=comparison.nonfinite_trainer,
         same_arithmetic=rollout.contract_digest == trainer.contract_digest,
         weight_version=rollout.weight_version,
+        layers=max(len(rollout.layer_digests), len(trainer.layer_digests)),
         first_layer=_began(first_layer(rollout.layer_digests, trainer.layer_digests), rollout, not difference.equal),
     )
     return PairJudgement(judgement, comparison)
@@ -263,13 +265,17 @@ def _began(layer: int | None, record: Record, differs: bool) -> int | None:
 def _layers(judgement: Judgement) -> str:
     """What the digests of layers say of where a difference began; empty where nobody reported any."""
     found = [
-        f"the {side} leaves the reference at layer {layer}"
+        f"the {side} leaves the reference {_where(layer, judgement.layers)}"
         for side, layer in zip(SIDES, (judgement.rollout_first_layer, judgement.trainer_first_layer), strict=True)
         if layer is not None
     ]
     if not found and judgement.first_layer is not None:
-        found = [f"the sides part at layer {judgement.first_layer}"]
+        found = [f"the sides part {_where(judgement.first_layer, judgement.layers)}"]
     return f"by the digests of layers {' and '.join(found)}" if found else ""
+
+
+def _where(layer: int, layers: int) -> str:
+    return f"at layer {layer}" if layer < layers else "behind the last layer"
 
 
 def _differs(logprobs: Logprobs, reference: Logprobs, mask: Mask) -> Mask:

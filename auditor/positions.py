@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from auditor.errors import RecordError
-from auditor.fields import INT64, UINT32, as_array, text, whole
+from auditor.fields import UINT32, as_array, text, whole
 
 CAUSAL: Final = "causal"
+# Below 0 a side counts its pads; above, a position would be no uint32.
+_OFFSETS: Final = (-(2**31), 2**32 - 1)
 I64 = npt.NDArray[np.int64]
 
 
@@ -42,7 +44,7 @@ class Positions:
 
     def __post_init__(self) -> None:
         text(self, "positions.", ("rope_digest", "attention"))
-        whole(self, "positions.", ("offset",), INT64)
+        whole(self, "positions.", ("offset",), _OFFSETS)
         if not self._says_no_more():
             self._check_the_rest()
 
@@ -172,5 +174,7 @@ def _first(name: str, left: I64, right: I64) -> Iterator[tuple[str, object, obje
 
 
 def _digest_of(ids: I64) -> str:
-    """The digest; a position below 0, which no side can send, as its low 32 bits."""
+    """The digest; where one of them is no uint32 there is none, and a text that no digest equals."""
+    if ids.size and not UINT32[0] <= ids.min() <= ids.max() <= UINT32[1]:
+        return f"of {ids.min()}..{ids.max()}, which are no uint32"
     return position_ids_digest(ids.astype(np.uint32))

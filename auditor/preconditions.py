@@ -164,9 +164,16 @@ def _layout_fault(name: str, layout: Layout, contract: ModelContract | None) -> 
         return ""
     if name == "padded_vocab_size":
         return "" if value >= layout.vocab_size else f"{value}, below the vocabulary of {layout.vocab_size}"
+    return _shards_fault(layout, contract)
+
+
+def _shards_fault(layout: Layout, contract: ModelContract | None) -> str:
+    value = layout.vocab_shards
     if not value:
         return UNKNOWN
     sound = value[0] == 0 and value[-1] == layout.padded_vocab_size and list(value) == sorted(set(value))
+    if sound and layout.tp_size and len(value) - 1 not in (1, layout.tp_size):
+        return f"{list(value)}, which are {len(value) - 1} shards for {layout.tp_size} ranks"
     tile = contract["linear_logp"].parameter("vocab_tile") if contract is not None else 1
     whole = all(start % tile == 0 for start in value[:-1])
     return (

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -12,27 +12,35 @@ from auditor.file_place import tables_in
 from auditor.judge import Judgement
 from auditor.object_store import StoreAccess
 from auditor.storage.reader import Reader, VerdictRow
-from auditor.token_evidence import judged_sample
+from auditor.token_evidence import Wanted, is_last_word, is_wanted, judged_sample
 from auditor.token_rows import COLUMNS, parquet_of, table_of
 
 _SAID: Final = ("verdict", "side", "cause")
+_PAGE: Final = 500
 
 
 @dataclass(slots=True)
 class Checked:
-    """files, samples: looked at. twice: samples that two files hold. compared: with records that are held still."""
+    """files, samples: looked at. twice: samples that two files hold. compared: with records that are held still.
+
+    marked: whether the ledger notes an export to this place, so that what is missing there can be known. retired:
+    samples without rows whose records are held no more: retired, it may be, before rows were asked for.
+    """
 
     files: int = 0
     samples: int = 0
     twice: int = 0
     compared: int = 0
+    marked: bool = False
+    retired: int = 0
     seen: set[int] = field(default_factory=set)
 
 
 def check_rows(reader: Reader, place: str, access: StoreAccess) -> Checked:
-    """Every file of token rows at a place. ChainError names the first sample whose rows are not the ledger's.
+    """Every file of token rows at a place, which is named as the auditor has it in `evidence_place`.
 
-    ArchiveError: the place or a file in it cannot be read.
+    ChainError: names the first sample whose rows are not the ledger's, or are missing. ArchiveError: the place or a
+    file in it cannot be read.
     """
     found = Checked()
     for name, table in tables_in("evidence", place, access, lambda name: name.startswith("tokens-")):
@@ -43,7 +51,30 @@ def check_rows(reader: Reader, place: str, access: StoreAccess) -> Checked:
         edges = [0, *(np.flatnonzero(seqs[1:] != seqs[:-1]) + 1).tolist(), len(seqs)]
         for start, end in pairwise(edges):
             _check_sample(reader, name, int(seqs[start]), table.slice(start, end - start), found)
+    for export, reached in reader.exports():
+        wanted, _, where = export.partition(" ")
+        if where == place:
+            found.marked = True
+            _check_missing(reader, cast(Wanted, wanted), reached, found)
     return found
+
+
+def _check_missing(reader: Reader, wanted: Wanted, reached: int, found: Checked) -> None:
+    """The rows of every verdict up to the mark that were asked for must have been seen."""
+    at = 0
+    while verdicts := [verdict for verdict in reader.verdicts_after(at, _PAGE) if verdict.seq <= reached]:
+        at = verdicts[-1].seq
+        for verdict in verdicts:
+            judgement = Judgement.from_json(json.loads(verdict.body))
+            if verdict.seq in found.seen or not is_last_word(judgement) or not is_wanted(wanted, judgement):
+                continue
+            if judged_sample(reader, verdict, judgement) is not None:
+                key = verdict.key
+                raise ChainError(
+                    f"the rows of sample {key.sample_id!r}, step {key.step} of run {key.run_id!r} (entry {verdict.seq})"
+                    " are in no file, and the ledger says that they were written"
+                )
+            found.retired += 1
 
 
 def _check_sample(reader: Reader, name: str, seq: int, rows: Any, found: Checked) -> None:

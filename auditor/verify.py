@@ -4,7 +4,8 @@ Exit code 0 where every entry follows from the one before and everything that is
 2 where the ledger cannot be read. A tail that was cut off leaves a sound, shorter ledger, and only `--head` tells: the
 head that was written down elsewhere must still be there. Totals of steps and runs must be those of their samples, but
 for drift, which is not in the chain. `--evidence` checks token rows that were written away, too: each sample's must be
-those of its verdict's entry, and of the records wherever the ledger holds them still.
+those of its verdict's entry, and of the records wherever the ledger holds them still, and none may be missing of those
+that the ledger says were written to PLACE, which is to be named as in the auditor's `evidence_place`.
 """
 
 import argparse
@@ -51,6 +52,12 @@ def main(arguments: list[str]) -> int:
             f"{rows.files} files have the token rows of {rows.samples} samples ({rows.twice} of them twice);"
             f" {rows.compared} were compared with their records"
         )
+        if not rows.marked:
+            print(
+                f"the ledger knows of no export to {given.evidence}: whether rows are missing there was not looked at"
+            )
+        elif rows.retired:
+            print(f"{rows.retired} samples whose records are retired have no rows there")
     return 0
 
 

@@ -168,6 +168,10 @@ class Reader:
         rows = self.database.all("SELECT seq FROM exports WHERE name = ?", (name,))
         return int(rows[0][0]) if rows else 0
 
+    def exports(self) -> list[tuple[str, int]]:
+        """Every export and the last entry of the chain of which it has what it wants."""
+        return [(str(name), int(seq)) for name, seq in self.database.all("SELECT name, seq FROM exports ORDER BY name")]
+
     def queued(self) -> Iterator[tuple[SampleKey, bool]]:
         """Samples that wait for the reference, and whether they are mismatches."""
         rows = self.database.all(

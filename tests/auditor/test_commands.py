@@ -108,8 +108,10 @@ def test_decimal_numbers_keep_their_bits(tmp_path: Path) -> None:
 
 def test_a_row_with_the_least_is_a_record_of_unknowns() -> None:
     row = {"side": "rollout", "run_id": "r", "step": 0, "sample_id": "1", "tokens": [1, 2, 3], "prompt_len": 1}
-    record = record_of({**row, "logprobs": [-1.0, -2.0], "sampling.temperature": 0.5})
+    row |= {"logprobs": [-1.0, -2.0], "sampling": {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0}}
+    record = record_of(row)
     assert (record.weight_version, record.weight_digest, record.sampling.seed) == (-1, "", None)
+    assert (record.sampling.logprobs_mode, record.positions.attention) == ("", "")
     assert record.sampling.temperature == 0.5
     assert record.mask.tolist() == [True, True]
 
@@ -122,6 +124,7 @@ def test_a_row_with_the_least_is_a_record_of_unknowns() -> None:
         ({"step": None}, "'step' is missing"),
         ({"sampling": 3}, "sampling is 3"),
         ({"sampling.heat": 3}, "'sampling.heat' is no field"),
+        ({"sampling": {"temperature": 1.0}}, "'sampling.top_p' is missing; 1 says that there is none"),
         ({"logprobs": [-1.0]}, "logprobs has 1 values"),
         ({"logprobs": None, "logprob_bits": ["zz"]}, "logprob_bits holds 'zz'; each is eight hex digits"),
         ({"logprobs": None, "logprob_bits": ["1bf800000"]}, "each is eight hex digits"),
@@ -138,7 +141,7 @@ def test_a_row_with_the_least_is_a_record_of_unknowns() -> None:
         ({"step": 1.5}, "step is 1.5; it must be a whole number"),
         ({"step": True}, "step is True; it must be a whole number"),
         ({"sampling.temperature": "1.0"}, "sampling.temperature is '1.0'; it must be a number"),
-        ({"sampling": {"top_k": -1}}, "sampling.top_k is -1; it lies in 0.."),
+        ({"sampling.top_k": -1}, "sampling.top_k is -1; it lies in 0.."),
         ({"layout": {"vocab_shards": 5}}, "layout.vocab_shards is 5; it must be a sequence"),
         ({"sample_id": 7}, "sample_id is 7; it must be text"),
         ({"layer_digests": "ab"}, "layer_digests is 'ab'; it must be a list"),

@@ -60,6 +60,8 @@ def test_the_first_layer_that_differs(left: tuple[str, ...], right: tuple[str, .
         ((A, B), (A, B), False, None),
         ((A, B), (C, B), False, 0),
         ((A, B), (), True, None),
+        (("", ""), ("", ""), True, None),
+        (("", B), ("", C), True, None),
     ],
 )
 def test_a_pair_names_it_and_its_verdict_stays_that_of_the_values(
@@ -119,6 +121,7 @@ def test_each_side_is_told_the_layer_at_which_it_leaves_the_reference(weights_ro
     assert said["both"].endswith(f"{by} rollout leaves the reference at layer 0 and the trainer leaves the reference at"
                                  f" layer {last}")  # fmt: skip
     assert said["alone"].endswith(f"{by} trainer leaves the reference at layer {last}")
+    assert said["head"].endswith(f"{by} trainer leaves the reference behind the last layer")
     assert "digests of layers" not in said["silent"]
     assert samples["trainer"]["trainer"]["layer_digests"] == list(cases["trainer"][1].layer_digests)
 

@@ -56,6 +56,16 @@ def test_a_side_that_says_no_more_than_it_did_sends_the_bytes_that_it_did() -> N
     [
         (at(), at(ids=np.arange(N)), None),
         (at(offset=7), at(ids=np.arange(7, N + 7)), None),
+        (at(offset=-1), at(ids=np.r_[2**32 - 1, np.arange(N - 1)]), ("positions.ids[0]", "-1", str(2**32 - 1))),
+        (
+            at(offset=-1),
+            at(ids_digest=position_ids_digest(np.r_[2**32 - 1, np.arange(N - 1)])),
+            (
+                "positions.ids_digest",
+                "of -1..38, which are no uint32",
+                position_ids_digest(np.r_[2**32 - 1, np.arange(N - 1)]),
+            ),
+        ),
         (at(ids=PACKED), at(ids_digest=position_ids_digest(PACKED)), None),
         (at(ids_digest=position_ids_digest(PACKED)), at(ids_digest=position_ids_digest(PACKED)), None),
         (at(window=N), at(), None),
@@ -126,6 +136,7 @@ def test_positions_survive_the_wire_and_are_what_the_ledger_holds(said: Position
         ({"first_keys": np.zeros(3, np.uint32)}, "positions.first_keys has 3 values"),
         ({"first_keys": OWN_KEYS, "window": 3}, "positions.window is 3 beside first_keys"),
         ({"left_padding": -1}, "positions.left_padding is -1"),
+        ({"offset": 2**63 - 1}, "positions.offset is 9223372036854775807; it lies in -2147483648..4294967295"),
         ({"padding_seen": 1}, "positions.padding_seen is 1; it must be true or false"),
     ],
 )
@@ -216,6 +227,7 @@ def test_dumps_say_positions_too(tmp_path: Path) -> None:
         row["positions"] = {**asdict(at()), "ids": PACKED.tolist(), "first_keys": OWN_KEYS.tolist()}
         rows.append(row)
     rows[1] |= {"positions": None, "positions.rope_digest": ROPE, "positions.ids": list(range(N))}
+    rows[1]["positions.attention"] = "causal"
     file = tmp_path / "d.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     first, second = read_dump(file, {"run_id": "run"})

@@ -82,6 +82,11 @@ CASES: list[tuple[Bend, Condition, str]] = [
     (rollout_has(layout=replace(LAYOUT, vocab_shards=(0, 100, 384))), Condition.LOGICAL_STATE, "layout.vocab_shards"),
     (rollout_has(layout=replace(LAYOUT, vocab_shards=(0, 64))), Condition.LOGICAL_STATE, "layout.vocab_shards"),
     (both_have(layout=replace(LAYOUT, vocab_shards=())), Condition.LOGICAL_STATE, "layout.vocab_shards"),
+    (
+        rollout_has(layout=replace(LAYOUT, vocab_shards=(0, 128, 256, 384))),
+        Condition.LOGICAL_STATE,
+        "layout.vocab_shards",
+    ),
     (trainer_has(layout=replace(LAYOUT, padded_vocab_size=330)), Condition.LOGICAL_STATE, "layout.padded_vocab_size"),
     (both_have(layout=replace(LAYOUT, vocab_size=10)), Condition.LOGICAL_STATE, "tokens"),
     (trainer_has(sampling=replace(S, temperature=0.7)), Condition.RANDOM_STATE, "sampling.temperature"),

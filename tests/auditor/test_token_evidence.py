@@ -90,7 +90,12 @@ def test_the_rows_of_what_was_asked_for_have_every_bit_and_what_was_said(
         assert all((row["reference_bits"] is None) == (row["sample_id"] == "0") for row in rows)
         found = check_rows(reader, str(tmp_path / "t"), AMAZON)
         assert (found.samples, found.twice, found.compared) == (len(samples), 0, len(samples))
-        assert len(list((tmp_path / "t").iterdir())) == 1
+        (file,) = (tmp_path / "t").iterdir()
+        file.unlink()
+        with pytest.raises(
+            ChainError, match=f"the rows of sample '{samples[0]}', step 0 of run 'run'.* are in no file"
+        ):
+            check_rows(reader, str(tmp_path / "t"), AMAZON)
 
 
 def test_an_export_that_dies_before_its_mark_writes_again_and_the_doubles_are_seen(
@@ -141,6 +146,12 @@ def test_nothing_is_retired_before_its_rows_are_written(connect: Open, tmp_path:
         assert reader.record(key, "rollout") is None
         found = check_rows(reader, str(tmp_path / "t"), AMAZON)
         assert (found.samples, found.compared) == (3, 0), "the chain's digests are there still"
+        assert (found.marked, found.retired) == (True, 0)
+        (file,) = (tmp_path / "t").iterdir()
+        file.unlink()
+        assert check_rows(reader, str(tmp_path / "t"), AMAZON).retired == 3
+        (tmp_path / "u").mkdir()
+        assert not check_rows(reader, str(tmp_path / "u"), AMAZON).marked
 
 
 @pytest.mark.parametrize("column", ["rollout_bits", "verdict", "trainer_digest", "verdict_seq", "step"])

@@ -28,8 +28,10 @@ STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """auditor: asks its reference about mismatches only, writes their tokens, retires what is settled. mortal: one that nobody needs.
-    hasty: one that waits for nobody: shows one run, gives a side a second and its reference a moment.
+    """auditor: asks its reference about mismatches only, writes their tokens, retires what is settled.
+
+    mortal: one that nobody needs. hasty: one that waits for nobody: shows one run, gives a side a second and its
+    reference a moment.
 
     weights: its `weights_root`. reporting: of the runs `clean`, `deaf` and `native`, done when all is reported.
     """
