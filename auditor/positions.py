@@ -13,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from auditor.errors import RecordError
-from auditor.fields import UINT32, as_array, text, whole
+from auditor.fields import INT64, UINT32, as_array, text, whole
 
 CAUSAL: Final = "causal"
-# Below 0 a side counts its pads; above, a position would be no uint32.
-_OFFSETS: Final = (-(2**31), 2**32 - 1)
 I64 = npt.NDArray[np.int64]
 
 
@@ -44,7 +42,7 @@ class Positions:
 
     def __post_init__(self) -> None:
         text(self, "positions.", ("rope_digest", "attention"))
-        whole(self, "positions.", ("offset",), _OFFSETS)
+        whole(self, "positions.", ("offset",), INT64)
         if not self._says_no_more():
             self._check_the_rest()
 
@@ -119,7 +117,8 @@ def ids_of(positions: Positions, tokens: int) -> I64 | None:
     """Position of each token, int64 [N]; None where a side gave no more than their digest."""
     if positions.ids is not None:
         return positions.ids.astype(np.int64)
-    plain = np.arange(positions.offset, positions.offset + tokens, dtype=np.int64)
+    # Sums past the end of int64 wrap: no side is let in with such an offset, but it may be held from before.
+    plain = np.arange(tokens, dtype=np.int64) + np.int64(positions.offset)
     if positions.ids_digest not in ("", _digest_of(plain)):
         return None
     return plain

@@ -13,6 +13,8 @@ from auditor.records import Record, RolloutRecord, Side
 # A URL cannot carry `.` or `..`: nobody could read what has such a name.
 _NAME: Final = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:@+=-]+")
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
+# Below 0 a side counts its pads; above, a position would be no uint32.
+_OFFSETS: Final = (-(2**31), 2**32 - 1)
 _SIDES: Final[dict[str | None, Side]] = {"rollout": "rollout", "trainer": "trainer"}
 
 
@@ -70,6 +72,7 @@ def _check_values(record: Record, limits: Limits) -> None:
     if record.response_len == 0:
         raise RecordError("the response is empty; a sample has at least one response token", "empty_response")
     _check_digests(record)
+    _check_rows(record)
     sampling = record.sampling
     if not 0.0 < sampling.temperature < 1e6:
         raise RecordError(f"sampling.temperature is {sampling.temperature}; it must be above 0", "bad_sampling")
@@ -77,6 +80,15 @@ def _check_values(record: Record, limits: Limits) -> None:
         raise RecordError(
             f"sampling.top_p {sampling.top_p} or min_p {sampling.min_p} lies outside 0..1", "bad_sampling"
         )
+
+
+def _check_rows(record: Record) -> None:
+    """What a record may hold that was stored before, and no new one: so nothing here is asked where one is read."""
+    offset, tokens = record.positions.offset, record.prompt_len + record.response_len
+    if not _OFFSETS[0] <= offset <= _OFFSETS[1]:
+        raise RecordError(f"positions.offset is {offset}; it lies in {_OFFSETS[0]}..{_OFFSETS[1]}")
+    if record.routed_experts is not None and len(record.routed_experts) != tokens:
+        raise RecordError(f"routed_experts has {len(record.routed_experts)} rows; {tokens} tokens need as many")
 
 
 def _check_names(record: Record, limits: Limits) -> None:

@@ -11,13 +11,14 @@ import pytest
 
 from auditor import codec
 from auditor.dumps import read_dump
-from auditor.errors import RecordError
+from auditor.errors import RecomputeError, RecordError
 from auditor.ingest.limits import Limits, admit_batch
 from auditor.judge import judge_pair
 from auditor.pipeline import Incoming, Refused
 from auditor.positions import Positions, first_keys_of, ids_of, position_ids_digest
 from auditor.preconditions import Condition, first_failure
 from auditor.proto import audit_pb2 as pb
+from auditor.recompute_worker import stated_positions
 from auditor.records import RolloutRecord, TrainerRecord
 from rl_kernel.errors import ShapeError
 from rl_kernel.reference.model import Decoder
@@ -136,7 +137,6 @@ def test_positions_survive_the_wire_and_are_what_the_ledger_holds(said: Position
         ({"first_keys": np.zeros(3, np.uint32)}, "positions.first_keys has 3 values"),
         ({"first_keys": OWN_KEYS, "window": 3}, "positions.window is 3 beside first_keys"),
         ({"left_padding": -1}, "positions.left_padding is -1"),
-        ({"offset": 2**63 - 1}, "positions.offset is 9223372036854775807; it lies in -2147483648..4294967295"),
         ({"padding_seen": 1}, "positions.padding_seen is 1; it must be true or false"),
     ],
 )
@@ -246,3 +246,14 @@ def test_what_is_not_said_is_plain() -> None:
     assert ids_of(at(ids_digest="77" * 32), 3) is None
     assert first_keys_of(at(window=2), 4).tolist() == [0, 0, 1, 2]
     assert first_keys_of(at(), 4).tolist() == [0, 0, 0, 0]
+
+
+def test_an_offset_beyond_any_position_which_an_older_ledger_may_hold_is_compared_and_not_followed() -> None:
+    beyond = at(offset=2**63 - 1)
+    assert failure(beyond, beyond) is None
+    found = failure(beyond, at(ids=np.arange(N)))
+    assert found is not None
+    assert found[0] == "positions.ids[0]"
+    with pytest.raises(RecomputeError) as error:
+        stated_positions(beyond, beyond, N)
+    assert error.value.code == "positions_unsupported"

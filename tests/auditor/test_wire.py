@@ -105,6 +105,11 @@ def _admit_one(message: pb.Record, limits: Limits | None = None) -> Incoming | R
     ("change", "code"),
     [
         (lambda m: m.rollout.common.ClearField("loss_mask"), "malformed"),
+        (lambda m: setattr(m.rollout.common.positions, "offset", 2**63 - 1), "malformed"),
+        (
+            lambda m: m.rollout.common.routed_experts.MergeFrom(pb.RoutedExperts(columns=1, experts=b"12" * 3)),
+            "malformed",
+        ),
         (lambda m: setattr(m.rollout.common, "run_id", "a b"), "bad_name"),
         (lambda m: setattr(m.rollout.common, "run_id", ""), "bad_name"),
         (lambda m: setattr(m.rollout.common, "run_id", ".."), "bad_name"),
