@@ -49,6 +49,8 @@ def check_rows(reader: Reader, place: str, access: StoreAccess) -> Checked:
         found.files += 1
         if tuple(table.column_names) != COLUMNS:
             raise ChainError(f"{name}: its columns are not those of token rows")
+        if table.num_rows == 0:
+            raise ChainError(f"{name} has no rows; a file is written for those of a sample at least")
         seqs = table["verdict_seq"].to_numpy()
         edges = [0, *(np.flatnonzero(seqs[1:] != seqs[:-1]) + 1).tolist(), len(seqs)]
         for start, end in pairwise(edges):

@@ -12,6 +12,8 @@ from auditor.proto import audit_pb2 as pb
 
 # Four times as long as a client of this project takes between two words of what is amiss.
 _GONE_S: Final = 120.0
+# One that ended and left records on a disk, or lost some, is told of for longer than an alert waits before it rings.
+_MISSED_S: Final = 900.0
 _MOST: Final = 4096
 _NAME: Final = re.compile(r"[A-Za-z0-9._:@+=-]{1,128}")
 _SIDES: Final[Mapping[str, str]] = {"rollout": "rollout", "trainer": "trainer", "": "both"}
@@ -54,8 +56,9 @@ class Clients:
         found: dict[tuple[str, str], Waiting] = {}
         with self._lock:
             now = self._steady()
-            while self._heard and now - next(iter(self._heard.values()))[1] > _GONE_S:
-                self._heard.popitem(last=False)
+            for client, (_, heard, said) in list(self._heard.items()):
+                if now - heard > (_MISSED_S if said.spooled_records or said.dropped_records else _GONE_S):
+                    del self._heard[client]
             for (run_id, _), (side, _, said) in self._heard.items():
                 before = found.get((run_id, side), Waiting())
                 found[run_id, side] = Waiting(

@@ -36,7 +36,7 @@ class Steady:
         return self.now
 
 
-def test_clients_of_a_run_and_side_are_added_up_and_forgotten_two_minutes_after_their_last_word() -> None:
+def test_clients_of_a_run_and_side_are_added_up_and_forgotten_those_that_left_something_last() -> None:
     steady = Steady()
     clients = Clients(steady)
     assert clients.hear(state("a", spooled_records=3, spooled_bytes=70, dropped_records=1))
@@ -50,6 +50,8 @@ def test_clients_of_a_run_and_side_are_added_up_and_forgotten_two_minutes_after_
     assert clients.hear(state("b", spooled_records=1))
     assert clients.waiting()["run", "rollout"] == Waiting(2, 4, 70, 1)
     steady.now += 21
+    assert clients.waiting() == {("run", "rollout"): Waiting(2, 4, 70, 1)}
+    steady.now += 780
     assert clients.waiting() == {("run", "rollout"): Waiting(1, 1)}
 
 

@@ -170,6 +170,9 @@ def test_rows_that_are_not_the_ledgers_are_named(connect: Open, tmp_path: Path, 
         parquet.write_table(changed, file)
         with pytest.raises(ChainError, match=file.name):
             check_rows(reader, str(tmp_path / "t"), AMAZON)
+        parquet.write_table(rows.slice(0, 0), file)
+        with pytest.raises(ChainError, match="has no rows"):
+            check_rows(reader, str(tmp_path / "t"), AMAZON)
         file.write_bytes(b"PAR1")
         with pytest.raises(ArchiveError):
             check_rows(reader, str(tmp_path / "t"), AMAZON)
