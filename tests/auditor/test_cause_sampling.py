@@ -167,6 +167,19 @@ def test_labels_that_are_wrong_at_the_edges_of_any_number_of_slices_are_told(
     assert suggestion.cause == named
 
 
+@pytest.mark.parametrize(("off", "named"), [(0, "context_parallel"), (1, "other_token")])
+def test_one_label_is_enough_where_it_is_the_first_of_its_slice(
+    world: World, sample: Drawn, off: int, named: str
+) -> None:
+    targets, total = sample.tokens[sample.prompt :].copy(), len(sample.tokens)
+    edges = [round(i * total / 3) for i in range(3)]
+    (last,) = (edge for edge in edges if edge >= sample.prompt and edge != edges[1])
+    targets[last - sample.prompt] = sample.tokens[edges[1] + off]
+    suggestion = said(other_token, world, sample, read_off(world, sample, logits_of(world, sample), targets))
+    assert suggestion is not None
+    assert suggestion.cause == named
+
+
 def test_a_model_s_own_defaults_are_a_penalty_a_temperature_and_filters_at_once(world: World, sample: Drawn) -> None:
     logits, hot = logits_of(world, sample), replace(sample, temperature=0.7)
     for at, row in enumerate(logits):

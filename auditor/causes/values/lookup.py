@@ -79,14 +79,32 @@ def other_token(evidence: Evidence, oracle: Oracle) -> Iterator[Suggestion]:
         return
     first = int(np.flatnonzero(hit)[0])
     at, token = int(differs[first]), int(same[first].argmax())
-    cut = sliced_at(evidence, differs + window.start)
+    own = _first_of_its_slice(evidence, evidence.positions[differs + window.start], same)
+    cut = own or sliced_at(evidence, differs + window.start)
+    where = f"; they stand at the edges of {cut} slices of the sequence" if cut else ""
+    where += ", each with the first token of the slice in front" if own else ""
     yield Suggestion(
         "context_parallel" if cut else "other_token",
         CERTAIN if hit.sum() >= 2 and hit.all() else STRONG,
         f"{int(hit.sum())} of {differs.size} wrong values are those of another token in the same row, the first one of"
-        f" token {token} where {int(oracle.targets[at])} stands"
-        + (f"; they stand at the edges of {cut} slices of the sequence" if cut else ""),
+        f" token {token} where {int(oracle.targets[at])} stands{where}",
     )
+
+
+def _first_of_its_slice(evidence: Evidence, places: np.ndarray, same: np.ndarray) -> int:
+    """Into how many slices the sequence is cut where each of these tokens (places int64 [n] in the sequence) begins one
+    and was looked up as the first one of the slice in front, as labels shifted slice by slice are; 0: into none.
+
+    same: bool [n, V]: whether the value is that token's. So much is no chance even of one token.
+    """
+    tokens = evidence.rollout.tokens
+    for parts, edges in slicings(len(tokens)):
+        at = np.searchsorted(edges, places)
+        if at.max() < edges.size and (edges[at] == places).all():
+            begins = np.r_[0, edges][at]
+            if same[np.arange(places.size), tokens[begins]].all():
+                return parts
+    return 0
 
 
 def _ever_further(lags: np.ndarray) -> bool:
