@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import DecodeError
 
 from auditor.errors import RecordError
 from auditor.proto import audit_pb2 as pb
@@ -62,8 +63,11 @@ def encode(record: Record) -> bytes:
 
 
 def decode(payload: bytes) -> Record:
-    """The record stored as `payload`."""
-    return from_wire(pb.Record.FromString(payload))
+    """The record stored as `payload`; RecordError where it is none any more, as after a fault of the disk."""
+    try:
+        return from_wire(pb.Record.FromString(payload))
+    except DecodeError as error:
+        raise RecordError(f"the stored content is no record: {error}") from None
 
 
 def _common(record: Record, source_id: str) -> pb.Common:

@@ -16,7 +16,7 @@ from auditor import codec
 from auditor.causes.sample import diagnose_pair
 from auditor.compare import ULP_EDGES, Comparison
 from auditor.drift import NOTHING
-from auditor.errors import ConflictError, RecomputeError
+from auditor.errors import ConflictError, RecomputeError, RecordError
 from auditor.judge import (
     MISSING_SIDE,
     SEARCHING,
@@ -129,15 +129,15 @@ class Pipeline:
         before = unit.judgement(key)
         if before is None or before.reference is not Reference.QUEUED:
             return
-        rollout, trainer = self._pair(unit, key)
         if isinstance(outcome, RecomputeError):
             after = replace(
-                self._with_causes(unit, before, rollout, trainer),
+                self._without_reference(unit, key, before),
                 reference=Reference.FAILED,
                 reference_error=f"{outcome.code}: {outcome}",
             )
             unit.count("recompute_errors", run_id=key.run_id, code=outcome.code)
         else:
+            rollout, trainer = self._pair(unit, key)
             after = self._hand_on(unit, key, judge_with_reference(before, rollout, trainer, outcome))
             unit.keep_reference(key, outcome.rollout)
             self._count_reference(unit, key, after)
@@ -233,6 +233,13 @@ class Pipeline:
             unit.after_commit.append(partial(self._on_fault, "causes"))
             return with_causes(judgement, None)
         return with_causes(judgement, tuple(cause.to_json() for cause in causes))
+
+    def _without_reference(self, unit: Unit, key: SampleKey, judgement: Judgement) -> Judgement:
+        """As above; what cannot be read has no causes."""
+        try:
+            return self._with_causes(unit, judgement, *self._pair(unit, key))
+        except RecordError:
+            return judgement
 
     def _hand_over(self, unit: Unit, judgement: Judgement, rollout: RolloutRecord) -> Judgement:
         """Ask the reference about a mismatch or a sample that the policy chose, where there is room for it to wait."""

@@ -9,11 +9,13 @@ says which entries of the chain it covers: two of them that overlap hold some sa
 
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final, Literal
 
+from auditor.errors import RecordError
 from auditor.file_place import FilePlace
 from auditor.judge import SEARCHING, Judgement, Reference, Verdict
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
@@ -22,6 +24,7 @@ from auditor.storage.reader import Reader, VerdictRow
 from auditor.token_rows import JudgedSample, parquet_of, table_of
 from auditor.writer import Writer
 
+log = logging.getLogger(__name__)
 Wanted = Literal["mismatches", "recomputed", "all"]
 _PAGE: Final = 500
 _ROWS: Final = 200_000
@@ -69,7 +72,11 @@ class TokenEvidence:
         judgement = Judgement.from_json(json.loads(verdict.body))
         if not is_last_word(judgement) or not is_wanted(self._wanted, judgement):
             return None
-        return judged_sample(self._reader, verdict, judgement)
+        try:
+            return judged_sample(self._reader, verdict, judgement)
+        except RecordError as error:
+            log.error("%s has no token rows: %s; `python -m auditor.verify` checks all of it", verdict.key, error)
+            return None
 
     def _write(self, samples: list[JudgedSample], last: int, rows: int) -> None:
         if samples:

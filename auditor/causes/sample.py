@@ -15,6 +15,7 @@ from auditor.records import Record, RolloutRecord, TrainerRecord
 from rl_kernel.reference.model import Decoder
 
 _WINDOW: Final = 128  # response tokens that hypotheses are computed for
+_FORWARDS: Final = 760
 _BEFORE: Final = 16  # of them before the first difference, which must stay equal under a hypothesis
 
 
@@ -32,10 +33,15 @@ def diagnose_sample(
     trainer: TrainerRecord,
     reference: ReferenceLogprobs,
     weights: Weights,
-    budget: float = 760,
+    budget: float | None = None,
     seconds: float = math.inf,
 ) -> tuple[Suggestion, ...]:
-    """Causes for each side that differs from the reference, ranked together. budget, seconds: for each side."""
+    """Causes for each side that differs from the reference, ranked together.
+
+    budget, seconds: for each side; forwards are counted by default where seconds are not.
+    """
+    if budget is None:
+        budget = _FORWARDS if seconds == math.inf else math.inf
     found: list[Suggestion] = []
     sides: tuple[tuple[Record, np.ndarray], ...] = ((rollout, reference.rollout), (trainer, reference.trainer))
     for record, truth in sides:
