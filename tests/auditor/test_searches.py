@@ -235,7 +235,7 @@ def test_a_search_that_waits_is_seen_and_stopping_in_the_middle_of_one_is_no_beg
 
 
 def test_a_search_that_does_not_end_is_ended_and_the_next_sample_is_searched(root: Path, tmp_path: Path) -> None:
-    limits = ("--recompute-timeout-s", "2", "--diagnose-seconds", "0.5")
+    limits = ("--recompute-timeout-s", "2", "--diagnose-seconds", "2")
     with searching(root, tmp_path / "a", *limits) as auditor:
         run = auditor.wait_for(RUN, settled)
         assert (run["by_side"], run["by_cause"]) == ({"trainer": 1}, {"undiagnosed": 1})
