@@ -74,7 +74,7 @@ class Config(BaseModel):
         ),
     ] = 2
     diagnose_seconds: Annotated[
-        float, Field(gt=0, description="spent on one of them and side at most; what was found until then is ranked")
+        float, Field(gt=0, description="of a core, spent on one of them and side at most; what was found is ranked")
     ] = 30.0
     pair_wait_s: Annotated[
         float,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 _A_TURN: Final = 0.05  # of all that may be spent
+_PATIENCE: Final = 10.0  # seconds by the clock that count as one, where this process has no core
 
 
 class OutOfBudget(Exception):
@@ -14,12 +15,16 @@ class OutOfBudget(Exception):
 
 
 class Purse:
-    """Shared by all that computes for one diagnosis. forwards, seconds: that may be spent."""
+    """Shared by all that computes for one diagnosis. forwards, seconds: that may be spent.
+
+    Seconds are this process's own, or those of the clock where it runs on several cores: a search has the least
+    priority, and beside a job that needs every core nothing would be computed before a clock said that time is over.
+    """
 
     def __init__(self, forwards: float, seconds: float) -> None:
         self._left, self._turn = forwards, (forwards * _A_TURN, seconds * _A_TURN)
-        self._deadline = time.monotonic() + seconds
-        self._until = (-math.inf, math.inf)  # forwards that are left, and the time, at which the turn is over
+        self._began, self._seconds = (time.process_time(), time.monotonic()), seconds
+        self._until = (-math.inf, math.inf)  # forwards that are left, and seconds spent, at which the turn is over
         self._pause: Callable[[], None] | None = None
         self._long = 1.0
 
@@ -32,8 +37,12 @@ class Purse:
 
     def check(self) -> None:
         """OutOfBudget where nothing more may be computed."""
-        if self._left <= 0 or time.monotonic() > self._deadline:
+        if self._left <= 0 or self._spent() > self._seconds:
             raise OutOfBudget
+
+    def _spent(self) -> float:
+        own, clock = time.process_time() - self._began[0], time.monotonic() - self._began[1]
+        return max(min(own, clock), clock / _PATIENCE)
 
     @contextmanager
     def turn(self, pause: Callable[[], None], long: float) -> Iterator[None]:
@@ -47,7 +56,7 @@ class Purse:
 
     def renew(self) -> None:
         """A turn begins anew, for a search that has just paid for what it goes on with."""
-        self._until = self._left - self._long * self._turn[0], time.monotonic() + self._long * self._turn[1]
+        self._until = self._left - self._long * self._turn[0], self._spent() + self._long * self._turn[1]
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -61,4 +70,4 @@ class Purse:
     @property
     def turn_is_over(self) -> bool:
         """Whether a search has had its part for now."""
-        return self._left <= self._until[0] or time.monotonic() > self._until[1]
+        return self._left <= self._until[0] or self._spent() > self._until[1]

@@ -2,7 +2,9 @@
 
 import math
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,6 +36,28 @@ def spending(purse: Purse, name: str, order: list[str], times: int, last: Sugges
 
 def never(found: list[Suggestion]) -> bool:
     return False
+
+
+@pytest.mark.parametrize(
+    ("own", "clock", "over"), [(29.0, 290.0, False), (31.0, 31.0, True), (31.0, 29.0, False), (0.1, 301.0, True)]
+)
+def test_a_search_that_gets_no_core_has_ten_times_as_long_by_the_clock(
+    monkeypatch: pytest.MonkeyPatch, own: float, clock: float, over: bool
+) -> None:
+    started = time.process_time(), time.monotonic()
+    monkeypatch.setattr(
+        "auditor.causes.purse.time", SimpleNamespace(process_time=lambda: started[0], monotonic=lambda: started[1])
+    )
+    purse = Purse(math.inf, 30.0)
+    monkeypatch.setattr(
+        "auditor.causes.purse.time",
+        SimpleNamespace(process_time=lambda: started[0] + own, monotonic=lambda: started[1] + clock),
+    )
+    if over:
+        with pytest.raises(OutOfBudget):
+            purse.spend(1.0)
+    else:
+        purse.spend(1.0)
 
 
 def test_no_search_has_a_second_turn_before_all_have_had_one_and_a_long_turn_is_twice_as_long() -> None:
