@@ -12,7 +12,17 @@ from auditor.causes.context.kv import stale_kv
 from auditor.causes.context.masked import masked_in_part
 from auditor.causes.context.prompt import alone, chunk_of_the_prompt, one_more_token, other_prompt
 from auditor.causes.context.rope import rope
-from auditor.causes.context.seen import Mask, Part, attention_mask, missing, of_ranks, seeing, window, without_keys
+from auditor.causes.context.seen import (
+    Mask,
+    Part,
+    attention_mask,
+    missing,
+    of_ranks,
+    seeing,
+    slices,
+    window,
+    without_keys,
+)
 from auditor.causes.context.stepwise import row_by_row
 from auditor.causes.edits import Edit, edited
 from auditor.causes.evidence import HINT
@@ -154,6 +164,12 @@ def test_a_part_of_the_prompt_that_sees_itself_only_is_found(world: World, sampl
 def test_a_window_shorter_than_the_prompt_is_found_in_its_layer_with_its_sinks(world: World, sample: Drawn) -> None:
     wrong = under(world, sample, window(17, 2), 1)
     certain(masked_in_part, world, sample, wrong, "attention_mask", "in layer 1, tokens see 17 back and the first 2")
+
+
+def test_a_trainer_s_slices_are_cut_of_a_row_less_than_there_are_tokens(world: World, sample: Drawn) -> None:
+    rows = len(sample.tokens) - 1
+    wrong = under(world, sample, slices([round(i * rows / 4) for i in range(1, 4)]))
+    certain(attention_mask, world, sample, wrong, "context_parallel", f"4 slices of {rows} tokens sees itself only")
 
 
 def test_slices_that_a_rank_does_not_see_are_context_parallel(world: World, sample: Drawn) -> None:

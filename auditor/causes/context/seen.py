@@ -255,8 +255,12 @@ def _of_slices(length: int) -> Iterator[tuple[str, str, Mask]]:
     """What context parallelism loses of a sequence of that length."""
     # Chunks of a cache would come to an end with the sequence by chance only, so slices are said first.
     for parts in (2, 4, 8, 6, 3):
-        edges = [round(i * length / parts) for i in range(1, parts)]
+        # A trainer whose labels are its inputs, shifted, has a row less than there are tokens to cut.
+        shifted, edges = ([round(i * rows / parts) for i in range(1, parts)] for rows in (length - 1, length))
         yield "context_parallel", f"each of {parts} slices sees itself only", slices(edges)
+        if shifted != edges:
+            name = f"each of {parts} slices of {length - 1} tokens sees itself only"
+            yield "context_parallel", name, slices(shifted)
         if parts % 2 == 0 and parts > 2:
             name = f"each of {parts // 2} ranks sees its own two of {parts} slices only"
             yield "context_parallel", name, of_ranks([0, *edges, length])
