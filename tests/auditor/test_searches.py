@@ -67,6 +67,16 @@ def searching(root: Path, folder: Path, *flags: str) -> Iterator[AuditorProcess]
         yield auditor
 
 
+def left_queued(root: Path, folder: Path) -> AuditorProcess:
+    """An auditor that was killed while a sample waited for its reference."""
+    with running_auditor(folder, "--weights-root", str(root)) as auditor:
+        os.kill(workers_of(auditor)[0], signal.SIGSTOP)
+        differ(auditor, root, "first")
+        assert auditor.get(RUN)["queued"] == 1
+        auditor.kill()
+    return auditor
+
+
 def go_on(root: Path) -> None:
     """Whoever waits for version 3 finds it empty; a search that has not come to it yet is waited for."""
     deadline = time.monotonic() + 20
@@ -136,12 +146,8 @@ def test_where_nothing_is_searched_any_more_nobody_waits_for_it(root: Path, tmp_
 def test_an_auditor_that_recomputes_nothing_says_so_and_how_many_samples_wait_for_one_that_does(
     root: Path, tmp_path: Path
 ) -> None:
-    with running_auditor(tmp_path / "a", "--weights-root", str(root)) as auditor:
-        os.kill(workers_of(auditor)[0], signal.SIGSTOP)
-        differ(auditor, root, "first")
-        assert auditor.get(RUN)["queued"] == 1
-        auditor.kill()
-        assert "no weights_root" not in auditor.log
+    auditor = left_queued(root, tmp_path / "a")
+    assert "no weights_root" not in auditor.log
     for name, ledger, said in (
         ("b", auditor.ledger, "a side; 1 samples in the ledger wait 3600 s for one that has it"),
         ("c", None, "a side\n"),
@@ -154,11 +160,7 @@ def test_an_auditor_that_recomputes_nothing_says_so_and_how_many_samples_wait_fo
 def test_a_sample_that_waits_for_a_reference_is_given_up_where_no_auditor_with_weights_comes(
     root: Path, tmp_path: Path
 ) -> None:
-    with running_auditor(tmp_path / "a", "--weights-root", str(root)) as auditor:
-        os.kill(workers_of(auditor)[0], signal.SIGSTOP)
-        differ(auditor, root, "first")
-        assert auditor.get(RUN)["queued"] == 1
-        auditor.kill()
+    auditor = left_queued(root, tmp_path / "a")
     patience = ("--ledger", str(auditor.ledger), "--recompute-retry-s")
     with running_auditor(tmp_path / "b", *patience, "3600") as other:
         time.sleep(1)
