@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from auditor.causes import sample
 from auditor.causes.computation.reduction import split_sums
 from auditor.causes.context.kv import stale_kv
 from auditor.causes.context.stepwise import row_by_row
@@ -18,6 +19,7 @@ from auditor.causes.search import Candidate, nearest
 from auditor.causes.table import OF_MODELS, _long, _of_models, _unsure, diagnose
 from auditor.causes.turns import Search, in_turns
 from auditor.faults.world import World
+from auditor.judge import ReferenceLogprobs
 from tests.auditor.diagnosis import evidence_of, oracle_of
 
 FORWARDS = 100.0  # of which a turn has five
@@ -185,3 +187,17 @@ def test_what_begins_at_a_token_is_asked_of_caches_and_rows_first(world: World) 
     assert (first, second) == (stale_kv, row_by_row)
     assert {first, second, *rest, split_sums} == set(OF_MODELS)
     assert _long(row_by_row, evidence_of(world, sample, wrong)) == 2.0
+
+
+@pytest.mark.parametrize(("seconds", "forwards"), [(30.0, math.inf), (math.inf, 760)])
+def test_a_search_that_has_seconds_is_ended_by_no_count_of_forwards(
+    monkeypatch: pytest.MonkeyPatch, world: World, seconds: float, forwards: float
+) -> None:
+    rollout, trainer = world.records(world.draw(1, 4, 8)[0])
+    found: list[float] = []
+    monkeypatch.setattr(sample, "_oracle", lambda _, __, budget, ___: found.append(budget))
+    monkeypatch.setattr(sample, "diagnose", lambda *_: [])
+    reference = ReferenceLogprobs(rollout.logprobs + 1, trainer.logprobs, "fma32")
+    weights = sample.Weights(world.decoder(1), (), world.decoder)
+    sample.diagnose_sample(rollout, trainer, reference, weights, seconds=seconds)
+    assert found == [forwards]
