@@ -1,5 +1,6 @@
 """Between records and the wire. Arrays go as packed little-endian bits, in one copy, no Python number a token."""
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -125,8 +126,8 @@ def _fields(common: pb.Common) -> dict[str, Any]:
         "weight_version": common.weight_version if common.HasField("weight_version") else -1,
         "weight_digest": common.weight_digest,
         "contract_digest": common.contract_digest,
-        "environment": Environment(common.environment.arch, common.environment.mma, common.environment.digest),
-        "layout": _layout(common.layout),
+        "environment": _environment(common.environment.SerializeToString()),
+        "layout": _layout(common.layout.SerializeToString()),
         "positions": _positions(common.positions),
         "layer_digests": tuple(common.layer_digests),
         "routed_experts": _experts(common),
@@ -144,7 +145,16 @@ def _sampling(message: pb.Sampling) -> Sampling:
     )
 
 
-def _layout(message: pb.Layout) -> Layout:
+# Of few kinds, each in every record of a run, and never changed once made.
+@lru_cache(64)
+def _environment(encoded: bytes) -> Environment:
+    message = pb.Environment.FromString(encoded)
+    return Environment(message.arch, message.mma, message.digest)
+
+
+@lru_cache(64)
+def _layout(encoded: bytes) -> Layout:
+    message = pb.Layout.FromString(encoded)
     return Layout(
         tp_size=message.tp_size,
         cp_size=message.cp_size,

@@ -80,8 +80,9 @@ def compare_logprobs(rollout: Logprobs, trainer: Logprobs, active: Mask) -> Comp
 
 def _equal(values: Logprobs) -> Comparison:
     """What `compare_logprobs` says of two sides with the same bits, which nearly all are, without computing it."""
-    nans = int(np.isnan(values).sum())
-    nonfinite = int(values.size - np.isfinite(values).sum())
+    drift = drift_sums_of_equal(values)
+    nonfinite = drift.nonfinite
+    nans = int(np.isnan(values).sum()) if nonfinite else 0
     return Comparison(
         difference=Difference(values.size, 0, None, 0.0, 0, nans, nans),
         first_index=None,
@@ -91,7 +92,7 @@ def _equal(values: Logprobs) -> Comparison:
         ulp_sum=0,
         nonfinite_rollout=nonfinite,
         nonfinite_trainer=nonfinite,
-        drift=drift_sums_of_equal(values),
+        drift=drift,
     )
 
 

@@ -16,8 +16,8 @@ from auditor.export.metrics import Metrics
 from auditor.judge import ReferenceLogprobs
 from auditor.pipeline import Pipeline
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
-from auditor.storage.ledger import Unit
 from auditor.storage.reader import Reader
+from auditor.storage.unit import Unit
 from auditor.writer import Writer
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ The words: a *receipt* says what became of a record; a *judgement* is what is kn
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal, Protocol
 
@@ -37,8 +37,9 @@ from auditor.preconditions import Condition, Contracts
 from auditor.records import Record, RolloutRecord, SampleKey, Side, TrainerRecord
 from auditor.sampling import Candidate, Policy
 from auditor.search_queue import SearchQueue
-from auditor.storage.ledger import Held, Stored, Unit
+from auditor.storage.chain import digest
 from auditor.storage.rows import Totals, change
+from auditor.storage.unit import Held, Stored, Unit
 
 log = logging.getLogger(__name__)
 # The label of a mismatch that needs no cause: two makers' arithmetics, and each side keeps to its own.
@@ -57,10 +58,17 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A record that holds together, and its canonical bytes."""
+    """A record that holds together, and its canonical bytes.
+
+    digest: of the bytes, made where the record is, beside the one thread that writes.
+    """
 
     record: Record
     payload: bytes
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", digest(self.payload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +123,7 @@ class Pipeline:
 
     def receive(self, unit: Unit, batch: Sequence[Incoming | Refused]) -> list[Receipt]:
         """Store a batch and judge the samples that it completes; one receipt a record, in order."""
-        gained: dict[tuple[str, int], Totals] = defaultdict(Totals)
+        gained: dict[tuple[str, int], list[Totals]] = defaultdict(list)
         self._begin_runs(unit, {item.record.run_id for item in batch if isinstance(item, Incoming)})
         receipts = [
             self._refuse(unit, item) if isinstance(item, Refused) else self._take(unit, item, gained) for item in batch
@@ -151,27 +159,27 @@ class Pipeline:
 
     def _rejudge(self, unit: Unit, key: SampleKey, before: Judgement, after: Judgement) -> None:
         self._count_final(unit, key, after)
-        unit.judge(key, after, before)
+        unit.judge(key, after)
         self._add_to_steps(unit, {(key.run_id, key.step): change(before, after, NOTHING)})
 
     def give_up(self, unit: Unit, keys: Sequence[SampleKey]) -> None:
         """Judge samples whose other side has not come in time. One that came meanwhile is left alone."""
-        gained: dict[tuple[str, int], Totals] = defaultdict(Totals)
+        gained: dict[tuple[str, int], list[Totals]] = defaultdict(list)
         for key in keys:
             before = unit.judgement(key)
             if before is None or before.verdict is not Verdict.PENDING:
                 continue
             after = given_up(before)
             unit.count("unpaired_samples", run_id=key.run_id, side=before.missing)
-            unit.judge(key, after, before)
-            gained[key.run_id, key.step] += change(before, after, NOTHING)
+            unit.judge(key, after)
+            gained[key.run_id, key.step].extend(change(before, after, NOTHING))
         self._add_to_steps(unit, gained)
 
-    def _take(self, unit: Unit, item: Incoming, gained: dict[tuple[str, int], Totals]) -> Receipt:
+    def _take(self, unit: Unit, item: Incoming, gained: dict[tuple[str, int], list[Totals]]) -> Receipt:
         record, key = item.record, item.record.key
         held = unit.held(key)
         try:
-            stored = unit.add_record(key, record.side, item.payload, held)
+            stored = unit.add_record(key, record.side, Held(item.digest, item.payload, record), held)
         except ConflictError as error:
             return self._refuse(unit, Refused(record.side, error.code, str(error)), key.run_id)
         unit.count("records", run_id=key.run_id, side=record.side, outcome=stored.value)
@@ -181,8 +189,8 @@ class Pipeline:
         before = unit.judgement(key) if held else None
         judged = self._judge(unit, record, held.get(_OTHER[record.side]), before)
         if judged.judgement != before:
-            unit.judge(key, judged.judgement, before)
-        gained[key.run_id, key.step] += change(before, judged.judgement, judged.drift)
+            unit.judge(key, judged.judgement)
+        gained[key.run_id, key.step].extend(change(before, judged.judgement, judged.drift))
         return Receipt("accepted")
 
     def _judge(self, unit: Unit, record: Record, other: Held | None, before: Judgement | None) -> PairJudgement:
@@ -194,7 +202,7 @@ class Pipeline:
             return PairJudgement(before, None)  # what it would be compared with has been retired since
         else:
             return PairJudgement(pending(_OTHER[record.side], record.weight_version), None)
-        rollout, trainer = _ordered(record, codec.decode(other.payload))
+        rollout, trainer = _ordered(record, other.record or codec.decode(other.payload))
         try:
             pair = judge_pair(rollout, trainer, self._contracts)
         except Exception as error:
@@ -282,8 +290,9 @@ class Pipeline:
         unit.count("refusals", code=refused.code)
         return Receipt("refused", refused.code, refused.detail)
 
-    def _add_to_steps(self, unit: Unit, gained: dict[tuple[str, int], Totals]) -> None:
-        for (run_id, step), totals in gained.items():
+    def _add_to_steps(self, unit: Unit, gained: Mapping[tuple[str, int], list[Totals]]) -> None:
+        for (run_id, step), parts in gained.items():
+            totals = Totals.of(parts)
             new = unit.add_to_step(run_id, step, totals)
             unit.after_commit.append(_tell(self._observer, run_id, step, new, totals))
 

@@ -20,8 +20,8 @@ from typing import Final, Protocol
 from auditor.file_place import FilePlace, tables_in
 from auditor.object_store import AMAZON, StoreAccess
 from auditor.records import SampleKey
-from auditor.storage.ledger import Unit
 from auditor.storage.reader import Reader
+from auditor.storage.unit import Unit
 from auditor.writer import Writer
 
 _BATCH: Final = 500

@@ -19,8 +19,8 @@ from auditor.errors import RecordError
 from auditor.file_place import FilePlace
 from auditor.judge import SEARCHING, Judgement, Reference, Verdict
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
-from auditor.storage.ledger import Unit
 from auditor.storage.reader import Reader, VerdictRow
+from auditor.storage.unit import Unit
 from auditor.token_rows import JudgedSample, parquet_of, table_of
 from auditor.writer import Writer
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from auditor.errors import LedgerError
-from auditor.storage.ledger import Ledger, Unit
+from auditor.storage.ledger import Ledger
+from auditor.storage.unit import Unit
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

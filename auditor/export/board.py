@@ -15,9 +15,9 @@ from typing import Final
 
 from auditor.judge import Verdict
 from auditor.records import SIDES
-from auditor.storage.ledger import Counter, Counts, Unit
 from auditor.storage.reader import Reader
 from auditor.storage.rows import StepRow, Totals
+from auditor.storage.unit import Counter, Counts, Unit
 
 _INCOMPLETE_STEPS: Final = 1000
 # A counter that first appears at 5 has never increased, and Prometheus may still know its old value: one that comes

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 from auditor.export.board import Board
-from auditor.storage.ledger import Unit
+from auditor.storage.unit import Unit
 from auditor.writer import Writer
 
 log = logging.getLogger(__name__)

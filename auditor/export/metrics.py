@@ -24,7 +24,7 @@ from auditor.compare import ULP_EDGES
 from auditor.drift import statistics
 from auditor.export.board import Board, Snapshot
 from auditor.ingest.clients import Waiting
-from auditor.storage.ledger import Counter
+from auditor.storage.unit import Counter
 
 # In this format they are gauges beside each counter, which no rule or dashboard asks for.
 disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
 """What the ledger says of runs, steps and samples: the rows that readers get."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final, Self
 
 from auditor.drift import NOTHING, DriftSums
 from auditor.judge import Judgement, Reference, Verdict
@@ -39,16 +40,21 @@ class Totals:
     drift: DriftSums = NOTHING
 
     def __add__(self, other: "Totals") -> "Totals":
-        versions = [v for pair in (self.weight_versions, other.weight_versions) if pair for v in pair]
-        merged = {
-            name: _added(getattr(self, name), getattr(other, name))
-            for name in self.__slots__
-            if name not in ("max_ulp", "weight_versions")
-        }
-        return Totals(
-            **merged,
-            max_ulp=max(self.max_ulp, other.max_ulp),
+        return self.of((self, other))
+
+    @classmethod
+    def of(cls, parts: Sequence["Totals"]) -> "Totals":
+        """The totals of several parts together."""
+        versions = [version for part in parts if part.weight_versions for version in part.weight_versions]
+        # Column by column, as in `DriftSums.of`.
+        numbers = map(sum, zip(*map(_ALL_NUMBERS, parts), strict=True))
+        tables = map(_table, zip(*map(_ALL_TABLES, parts), strict=True))
+        summed: dict[str, Any] = dict(zip((*_NUMBERS, *_TABLES), (*numbers, *tables), strict=True))
+        return cls(
+            **summed,
+            max_ulp=max((part.max_ulp for part in parts), default=0),
             weight_versions=(min(versions), max(versions)) if versions else None,
+            drift=DriftSums.of(part.drift for part in parts),
         )
 
     def verdict(self, verdict: Verdict) -> int:
@@ -72,28 +78,23 @@ class Totals:
         )
 
 
-def change(before: Judgement | None, after: Judgement, drift: DriftSums) -> Totals:
-    """What a sample's step gains when its judgement goes from `before` to `after`.
+_NUMBERS: Final = (
+    "samples", "compared_tokens", "mismatched_tokens", "explained_tokens", "nonfinite_tokens",
+    "recomputed_tokens", "rollout_differing", "trainer_differing", "reference_differing",
+)  # fmt: skip
+_TABLES: Final = ("verdicts", "references", "conditions", "sides", "causes", "missing")
+_ALL_NUMBERS: Final = attrgetter(*_NUMBERS)
+_ALL_TABLES: Final = attrgetter(*_TABLES)
+
+
+def change(before: Judgement | None, after: Judgement, drift: DriftSums) -> list[Totals]:
+    """What a sample's step gains when its judgement goes from `before` to `after`, in parts that are to be added up.
 
     drift: of the pair, given once, when it is first compared.
     """
-    gained = _of(after)
     if before is None:
-        return replace(gained, samples=1, drift=drift)
-    lost = _of(before)
-    names = ("verdicts", "references", "conditions", "sides", "causes", "missing")
-    differences = {name: _added(getattr(gained, name), _negated(getattr(lost, name))) for name in names}
-    numbers = (
-        "compared_tokens", "mismatched_tokens", "explained_tokens", "nonfinite_tokens",
-        "recomputed_tokens", "rollout_differing", "trainer_differing", "reference_differing",
-    )  # fmt: skip
-    return replace(
-        gained,
-        **differences,
-        **{name: getattr(gained, name) - getattr(lost, name) for name in numbers},
-        samples=0,
-        drift=drift,
-    )
+        return [_of(after, 1, samples=1, drift=drift)]
+    return [_of(after, 1, drift=drift), _of(before, -1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,39 +127,41 @@ class SampleRow:
     judgement: Judgement
 
 
-def _of(judgement: Judgement) -> Totals:
+def _of(judgement: Judgement, sign: int, samples: int = 0, drift: DriftSums = NOTHING) -> Totals:
+    """What a judgement counts for; sign -1 takes it back, but for extrema, which nothing takes back."""
     mismatch = judgement.verdict is Verdict.MISMATCH
     explained = judgement.explained_by_arithmetic or not judgement.same_arithmetic
-    done = judgement.reference is Reference.DONE
+    compared, differing = sign * judgement.compared, sign * judgement.differing
+    gained, version = sign > 0, judgement.weight_version
     return Totals(
-        verdicts={judgement.verdict.value: 1},
-        compared_tokens=judgement.compared,
-        mismatched_tokens=0 if explained else judgement.differing,
-        explained_tokens=judgement.differing if explained else 0,
-        nonfinite_tokens=judgement.nonfinite_rollout + judgement.nonfinite_trainer,
-        max_ulp=judgement.max_ulp,
-        references={judgement.reference.value: 1} if judgement.reference is not Reference.NOT_ASKED else {},
-        recomputed_tokens=judgement.compared if done else 0,
-        rollout_differing=judgement.rollout_differing,
-        trainer_differing=judgement.trainer_differing,
-        reference_differing=judgement.reference_differing,
-        conditions={judgement.condition: 1} if judgement.condition else {},
-        sides={judgement.side.value: 1} if mismatch else {},
-        causes={judgement.cause: 1} if mismatch and judgement.cause else {},
-        missing={judgement.missing: 1} if judgement.missing else {},
-        weight_versions=(judgement.weight_version,) * 2 if judgement.weight_version >= 0 else None,
+        samples=samples,
+        verdicts={judgement.verdict.value: sign},
+        compared_tokens=compared,
+        mismatched_tokens=0 if explained else differing,
+        explained_tokens=differing if explained else 0,
+        nonfinite_tokens=sign * (judgement.nonfinite_rollout + judgement.nonfinite_trainer),
+        max_ulp=judgement.max_ulp if gained else 0,
+        references={judgement.reference.value: sign} if judgement.reference is not Reference.NOT_ASKED else {},
+        recomputed_tokens=compared if judgement.reference is Reference.DONE else 0,
+        rollout_differing=sign * judgement.rollout_differing,
+        trainer_differing=sign * judgement.trainer_differing,
+        reference_differing=sign * judgement.reference_differing,
+        conditions={judgement.condition: sign} if judgement.condition else {},
+        sides={judgement.side.value: sign} if mismatch else {},
+        causes={judgement.cause: sign} if mismatch and judgement.cause else {},
+        missing={judgement.missing: sign} if judgement.missing else {},
+        weight_versions=(version, version) if gained and version >= 0 else None,
+        drift=drift,
     )
 
 
-def _negated(counts: Mapping[str, int]) -> dict[str, int]:
-    return {name: -count for name, count in counts.items()}
-
-
-def _added(ours: Any, theirs: Any) -> Any:
-    """Sum of two numbers, two DriftSums, or two tables of counts without the zeros."""
-    if not isinstance(ours, dict):
-        return ours + theirs
-    if not theirs or not ours:
-        return ours or theirs
-    summed = {name: ours.get(name, 0) + theirs.get(name, 0) for name in (*ours, *theirs)}
+def _table(tables: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+    """The sum of tables of counts, without the zeros."""
+    some = [table for table in tables if table]
+    if len(some) < 2:
+        return some[0] if some else {}
+    summed: dict[str, int] = {}
+    for table in some:
+        for name, count in table.items():
+            summed[name] = summed.get(name, 0) + count
     return {name: count for name, count in summed.items() if count}

@@ -96,7 +96,7 @@ def _summed(samples: Iterator[Row]) -> Iterator[tuple[tuple[str, int], Totals]]:
             yield at, totals
             totals = Totals()
         at = (run_id, step)
-        totals += change(None, judgement, NOTHING)
+        totals = Totals.of((totals, *change(None, judgement, NOTHING)))
     if at is not None:
         yield at, totals
 

@@ -1,6 +1,7 @@
 """`by_cause` counts mismatches; what could not be compared is counted by its condition, and is no mismatch."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -55,8 +56,8 @@ def test_an_older_ledger_that_counted_them_is_set_right_when_it_is_opened(
 ) -> None:
     now = rows._of
 
-    def then(judgement: rows.Judgement) -> Totals:
-        return replace(now(judgement), causes={judgement.cause: 1} if judgement.cause else {})
+    def then(judgement: rows.Judgement, sign: int, *more: Any, **named: Any) -> Totals:
+        return replace(now(judgement, sign, *more, **named), causes={judgement.cause: sign} if judgement.cause else {})
 
     with monkeypatch.context() as old:
         old.setattr(tables, "MIGRATIONS", tables.MIGRATIONS[:3])

@@ -16,10 +16,11 @@ from auditor.judge import Reference, ReferenceLogprobs, Verdict
 from auditor.pipeline import Incoming, Pipeline
 from auditor.records import SampleKey, Side
 from auditor.sampling import Rate
-from auditor.storage.chain import verify
+from auditor.storage.chain import digest, verify
 from auditor.storage.database import open_database
-from auditor.storage.ledger import Ledger, Stored, Unit
+from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
+from auditor.storage.unit import Held, Stored, Unit
 from auditor.writer import Writer
 from tests.auditor.postgres_server import Open, PostgresServer
 from tests.auditor.samples import RESPONSE, one_ulp_off, pair
@@ -31,7 +32,7 @@ def pipeline(board: Board | None = None, queue: list[SampleKey] | None = None) -
 
 
 def add(unit: Unit, key: SampleKey, side: Side, payload: bytes) -> Stored:
-    return unit.add_record(key, side, payload, unit.held(key))
+    return unit.add_record(key, side, Held(digest(payload), payload), unit.held(key))
 
 
 def receive(ledger: Ledger, flow: Pipeline, *samples: int) -> list[str]:

@@ -20,8 +20,9 @@ from auditor.judge import ReferenceLogprobs
 from auditor.object_store import AMAZON, StoreAccess
 from auditor.records import SampleKey
 from auditor.retention import Retirement
-from auditor.storage.ledger import Ledger, Unit
+from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
+from auditor.storage.unit import Unit
 from auditor.token_check import check_rows
 from auditor.token_evidence import TokenEvidence, Wanted
 from auditor.writer import Writer

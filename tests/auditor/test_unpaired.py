@@ -20,8 +20,9 @@ from auditor.retention import drop, evidence_before
 from auditor.sampling import Rate
 from auditor.storage.chain import verify
 from auditor.storage.database import open_database
-from auditor.storage.ledger import Ledger, Unit
+from auditor.storage.ledger import Ledger
 from auditor.storage.reader import PENDING_SINCE, Reader
+from auditor.storage.unit import Unit
 from auditor.unpaired import Unpaired
 from auditor.writer import Writer
 from tests.auditor.postgres_server import Open
