@@ -89,7 +89,7 @@ class Auditor:
         self._ledger = ledger
         self._writer = Writer(ledger, self._board.commit, self._recover, config.write_queue)
         self._parts.callback(self._writer.close)
-        self._clients = Clients()
+        self._clients = Clients(config.shown_runs)
         live = Live(
             lambda: self._writer.waiting,
             lambda: self._queue.waiting,

@@ -56,7 +56,9 @@ class Purse:
 
     def renew(self) -> None:
         """A turn begins anew, for a search that has just paid for what it goes on with."""
-        self._until = self._left - self._long * self._turn[0], self._spent() + self._long * self._turn[1]
+        seconds = self._spent() + self._long * self._turn[1]
+        endless = math.isinf(self._left)  # a part of it has no end either
+        self._until = -math.inf if endless else self._left - self._long * self._turn[0], seconds
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

@@ -30,10 +30,13 @@ class Waiting:
 
 
 class Clients:
-    """Thread-safe; so many clients at most, those that were heard of last. steady: seconds by a clock without jumps."""
+    """Thread-safe; so many clients at most, those that were heard of last. steady: seconds by a clock without jumps.
 
-    def __init__(self, steady: Callable[[], float] = time.monotonic) -> None:
-        self._steady = steady
+    shown_runs: of so many runs it is told what their clients say, those that were heard of last: any name can be said.
+    """
+
+    def __init__(self, shown_runs: int, steady: Callable[[], float] = time.monotonic) -> None:
+        self._shown_runs, self._steady = shown_runs, steady
         self._lock = threading.Lock()
         # run and instance → side, when it was heard of, and its last word
         self._heard: OrderedDict[tuple[str, str], tuple[str, float, Waiting]] = OrderedDict()
@@ -59,7 +62,11 @@ class Clients:
             for client, (_, heard, said) in list(self._heard.items()):
                 if now - heard > (_MISSED_S if said.spooled_records or said.dropped_records else _GONE_S):
                     del self._heard[client]
-            for (run_id, _), (side, _, said) in self._heard.items():
+            shown: set[str] = set()
+            for (run_id, _), (side, _, said) in reversed(self._heard.items()):
+                if len(shown) == self._shown_runs and run_id not in shown:
+                    continue
+                shown.add(run_id)
                 before = found.get((run_id, side), Waiting())
                 found[run_id, side] = Waiting(
                     before.clients + said.clients,

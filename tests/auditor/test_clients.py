@@ -38,7 +38,7 @@ class Steady:
 
 def test_clients_of_a_run_and_side_are_added_up_and_forgotten_those_that_left_something_last() -> None:
     steady = Steady()
-    clients = Clients(steady)
+    clients = Clients(1000, steady)
     assert clients.hear(state("a", spooled_records=3, spooled_bytes=70, dropped_records=1))
     assert clients.hear(state("b", spooled_records=4, dropped_records=2))
     assert clients.hear(state("c", side=""))
@@ -56,12 +56,22 @@ def test_clients_of_a_run_and_side_are_added_up_and_forgotten_those_that_left_so
 
 
 def test_names_that_no_label_takes_are_refused_and_no_flood_of_names_is_kept() -> None:
-    clients = Clients(Steady())
+    clients = Clients(1000, Steady())
     for wrong in (state(""), state("a", run=""), state("a\n"), state("a", side="referee"), state("a" * 129)):
         assert not clients.hear(wrong)
     for number in range(5000):
         assert clients.hear(state(str(number), run=f"run-{number % 50}"))
     assert sum(said.clients for said in clients.waiting().values()) == 4096
+
+
+def test_invented_runs_make_no_more_series_than_runs_are_shown() -> None:
+    clients = Clients(3, Steady())
+    for number in range(100):
+        assert clients.hear(state("a", run=f"run-{number}"))
+    assert clients.hear(state("b", run="run-5", side="trainer"))
+    assert clients.hear(state("c", run="run-99"))
+    expected = {("run-99", "rollout"): 2, ("run-5", "trainer"): 1, ("run-5", "rollout"): 1, ("run-98", "rollout"): 1}
+    assert {name: said.clients for name, said in clients.waiting().items()} == expected
 
 
 def test_a_client_says_again_what_is_amiss_and_nothing_while_all_is_well() -> None:
