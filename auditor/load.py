@@ -10,6 +10,7 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--streams", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8, help="samples a batch, two records each")
     parser.add_argument("--tokens", type=int, default=4096, help="response tokens a record")
+    parser.add_argument(
+        "--apart", action="store_true", help="a batch of one side, then one of the other, as from two processes"
+    )
     parser.add_argument("--samples-per-step", type=int, default=512)
     parser.add_argument("--run", default="load", help="run_id; another one each time, for names are taken once")
     given = parser.parse_args(arguments)
@@ -60,11 +64,12 @@ def main(arguments: list[str]) -> int:
     for thread in threads:
         thread.join()
     seconds = time.monotonic() - started
-    pairs = len(latencies) * given.batch * given.tokens
+    samples = len(latencies) * given.batch // (2 if given.apart else 1)
+    pairs = samples * given.tokens
     p50, p99 = (float(np.quantile(latencies, q)) * 1e3 for q in (0.5, 0.99)) if latencies else (0.0, 0.0)
     print(json.dumps({
         "token_pairs_per_second": round(pairs / seconds),
-        "samples": len(latencies) * given.batch,
+        "samples": samples,
         "seconds": round(seconds, 2),
         "receipt_p50_ms": round(p50, 1),
         "receipt_p99_ms": round(p99, 1),
@@ -95,24 +100,27 @@ def _stream(given: Any, number: int, latencies: list[float], failures: list[str]
     deadline = time.monotonic() + given.seconds
     sent = 0
     while time.monotonic() < deadline and not failures:
-        request = _request(given, number, sent, templates)
+        for sides in ((0,), (1,)) if given.apart else ((0, 1),):
+            request = _request(given, number, sent, templates, sides)
+            begun = time.monotonic()
+            try:
+                receipts = submit(request, timeout=60).receipts.receipts
+            except grpc.RpcError as error:
+                failures.append(f"{error.code()}: {error.details()}")
+                return
+            latencies.append(time.monotonic() - begun)
+            failures += filter(None, (_failure(receipt, given.run) for receipt in receipts))
         sent += given.batch
-        begun = time.monotonic()
-        try:
-            receipts = submit(request, timeout=60).receipts.receipts
-        except grpc.RpcError as error:
-            failures.append(f"{error.code()}: {error.details()}")
-            return
-        latencies.append(time.monotonic() - begun)
-        for receipt in receipts:
-            if receipt.outcome == pb.OUTCOME_DUPLICATE:
-                failures.append(f"duplicate: run {given.run!r} holds these records; choose another --run")
-            elif receipt.outcome != pb.OUTCOME_ACCEPTED:
-                failures.append(f"{receipt.code}: {receipt.detail}")
     channel.close()
 
 
-def _request(given: Any, number: int, sent: int, templates: list[bytes]) -> bytes:
+def _failure(receipt: pb.Receipt, run: str) -> str:
+    if receipt.outcome == pb.OUTCOME_DUPLICATE:
+        return f"duplicate: run {run!r} holds these records; choose another --run"
+    return "" if receipt.outcome == pb.OUTCOME_ACCEPTED else f"{receipt.code}: {receipt.detail}"
+
+
+def _request(given: Any, number: int, sent: int, templates: list[bytes], sides: Sequence[int]) -> bytes:
     """The same arrays under new names: in protobuf, what comes later in a message is merged over what came before."""
     records = []
     for i in range(sent, sent + given.batch):
@@ -121,8 +129,8 @@ def _request(given: Any, number: int, sent: int, templates: list[bytes]) -> byte
             pb.Record(rollout=pb.RolloutRecord(common=common)),
             pb.Record(trainer=pb.TrainerRecord(common=common)),
         )
-        for template, name in zip(templates, names, strict=True):
-            record = template + name.SerializeToString()
+        for side in sides:
+            record = templates[side] + names[side].SerializeToString()
             records.append(_field(pb.Batch.RECORDS_FIELD_NUMBER, len(record)) + record)
     batch = b"".join(records)
     return _field(pb.SubmitRequest.BATCH_FIELD_NUMBER, len(batch)) + batch

@@ -38,8 +38,9 @@ from auditor.records import Record, RolloutRecord, SampleKey, Side, TrainerRecor
 from auditor.sampling import Candidate, Policy
 from auditor.search_queue import SearchQueue
 from auditor.storage.chain import digest
+from auditor.storage.halves import Held
 from auditor.storage.rows import Totals, change
-from auditor.storage.unit import Held, Stored, Unit
+from auditor.storage.unit import Stored, Unit
 
 log = logging.getLogger(__name__)
 # The label of a mismatch that needs no cause: two makers' arithmetics, and each side keeps to its own.
@@ -195,14 +196,14 @@ class Pipeline:
 
     def _judge(self, unit: Unit, record: Record, other: Held | None, before: Judgement | None) -> PairJudgement:
         waited_in_vain = before is not None and before.condition == MISSING_SIDE
-        if other is not None and other.payload is not None:
+        if other is not None and not other.retired:
             if waited_in_vain:
                 unit.count("late_samples", run_id=record.run_id, side=record.side)
         elif before is not None and waited_in_vain:
             return PairJudgement(before, None)  # what it would be compared with has been retired since
         else:
             return PairJudgement(pending(_OTHER[record.side], record.weight_version), None)
-        rollout, trainer = _ordered(record, other.record or codec.decode(other.payload))
+        rollout, trainer = _ordered(record, other.decoded())
         try:
             pair = judge_pair(rollout, trainer, self._contracts)
         except Exception as error:

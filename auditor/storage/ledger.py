@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from auditor.errors import LedgerError
 from auditor.storage.chain import GENESIS
 from auditor.storage.database import Database, migrate
+from auditor.storage.halves import Halves
 from auditor.storage.unit import Counter, Unit, labels_of
 
 
@@ -22,11 +23,14 @@ class Ledger:
     """Owns the writing connection. Used from one thread at a time.
 
     clock: Unix seconds, for `received_at`, by which evidence is retired; `auditor.clock` gives one that does not jump.
+    halves: where samples that wait for their other side are kept at hand.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
+    def __init__(
+        self, database: Database, clock: Callable[[], float] = time.time, halves: Halves | None = None
+    ) -> None:
+        self._database, self._clock = database, clock
+        self._halves = Halves() if halves is None else halves
         migrate(database)
         # None: unknown, for a commit failed and may have happened all the same; it is read again.
         self._tail: tuple[int, bytes] | None = None
@@ -36,20 +40,22 @@ class Ledger:
         """Everything in the block becomes durable at its end, or nothing does."""
         self._database.run("BEGIN")
         try:
-            unit = Unit(self._database, self._tail or self._read_tail(), self._clock())
+            unit = Unit(self._database, self._halves, self._tail or self._read_tail(), self._clock())
             yield unit
             unit.flush()
             self._database.run("COMMIT")
         except BaseException:
             self._tail = None
+            self._halves.clear()
             self._rollback()
             raise
         self._tail = unit.tail
+        unit.after()
 
     @contextmanager
     def savepoint(self, unit: Unit) -> Iterator[None]:
         """Inside a transaction: undo only the block where it raises. After a LedgerError nothing of it can go on."""
-        before = {name: copy.copy(value) for name, value in vars(unit).items() if name != "_database"}
+        before = {name: copy.copy(value) for name, value in vars(unit).items() if name not in ("_database", "_halves")}
         self._database.run("SAVEPOINT part")
         try:
             yield

@@ -6,16 +6,16 @@ sample in between is answered from them. So a sample whose two sides come togeth
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
 from auditor.compare import Logprobs
 from auditor.errors import ConflictError
 from auditor.judge import Judgement, Verdict
-from auditor.records import Record, SampleKey, Side
+from auditor.records import SampleKey, Side
 from auditor.storage.chain import digest, link
 from auditor.storage.database import Database
+from auditor.storage.halves import Halves, Held
 from auditor.storage.rows import Totals
 
 Counter = tuple[str, tuple[tuple[str, str], ...]]
@@ -54,23 +54,11 @@ class Stored(StrEnum):
     DUPLICATE = "duplicate"
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A stored record: the digest of its bytes, and the bytes unless they have been retired.
-
-    record: the same decoded, where this transaction has brought it.
-    """
-
-    digest: bytes
-    payload: bytes | None
-    record: Record | None = None
-
-
 class Unit:
     """What may be written inside one transaction. Made by `Ledger.transaction`, invalid after it."""
 
-    def __init__(self, database: Database, tail: tuple[int, bytes], now: float) -> None:
-        self._database = database
+    def __init__(self, database: Database, halves: Halves, tail: tuple[int, bytes], now: float) -> None:
+        self._database, self._halves = database, halves
         self.tail = tail
         self.now = now
         self.counts: dict[Counter, float] = {}
@@ -107,6 +95,8 @@ class Unit:
         """What is stored of a sample, by side; where this transaction completed it, without its content."""
         if key in self._held:
             return self._held[key]
+        if (half := self._halves.held(key)) is not None:
+            return half
         rows = self._database.all(f"SELECT side, digest, payload FROM records {_OF_SAMPLE}", key)
         return {side: Held(bytes(found), None if payload is None else bytes(payload)) for side, found, payload in rows}
 
@@ -139,6 +129,8 @@ class Unit:
         """The present judgement of a sample."""
         if key in self._judged:
             return self._judged[key][0]
+        if (waiting := self._halves.judgement(key)) is not None:
+            return waiting
         rows = self._database.all(f"SELECT body FROM samples {_OF_SAMPLE}", key)
         return Judgement.from_json(json.loads(rows[0][0])) if rows else None
 
@@ -193,6 +185,7 @@ class Unit:
         """Forget the content of records and the reference's values of their samples."""
         self._write_waiting()
         self._held.clear()
+        self._halves.clear()
         self._database.many("UPDATE records SET payload = NULL WHERE seq = ?", [(seq,) for seq in seqs])
         self._database.many(f"DELETE FROM reference_logprobs {_OF_SAMPLE}", [tuple(key) for key in keys])
 
@@ -215,6 +208,16 @@ class Unit:
         for (name, labels), value in self.counts.items():
             self._waiting.append((_COUNTER, (name, _text(dict(labels)), value)))
         self._write_waiting()
+
+    def after(self) -> None:
+        """The transaction is durable: what waits by it for its other side stays at hand, the rest of it does not."""
+        for key, (judgement, _) in self._judged.items():
+            held = self._held.get(key, {})
+            if judgement.verdict is Verdict.PENDING and len(held) == 1:
+                ((side, one),) = held.items()
+                self._halves.keep(key, side, one, judgement)
+            else:
+                self._halves.forget(key)
 
     def _write_waiting(self) -> None:
         rows: dict[str, list[tuple[Any, ...]]] = {}

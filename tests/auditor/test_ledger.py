@@ -18,9 +18,10 @@ from auditor.records import SampleKey, Side
 from auditor.sampling import Rate
 from auditor.storage.chain import digest, verify
 from auditor.storage.database import open_database
+from auditor.storage.halves import Held
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
-from auditor.storage.unit import Held, Stored, Unit
+from auditor.storage.unit import Stored, Unit
 from auditor.writer import Writer
 from tests.auditor.postgres_server import Open, PostgresServer
 from tests.auditor.samples import RESPONSE, one_ulp_off, pair

@@ -10,6 +10,7 @@ import pytest
 
 from auditor.codec import encode
 from auditor.contracts import known_contracts
+from auditor.errors import LedgerError
 from auditor.export.board import Board
 from auditor.judge import Verdict
 from auditor.pipeline import Incoming, Pipeline
@@ -17,6 +18,7 @@ from auditor.records import Record, SampleKey
 from auditor.sampling import Rate
 from auditor.storage.chain import verify
 from auditor.storage.database import open_database
+from auditor.storage.halves import Halves
 from auditor.storage.ledger import Ledger
 from auditor.storage.reader import Reader
 from auditor.storage.unit import Unit
@@ -49,12 +51,15 @@ def state(path: Path) -> dict[str, list[Any]]:
     return tables
 
 
+@pytest.mark.parametrize("memory", [0, 8000, 1 << 20])
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])
-def test_however_records_are_cut_into_transactions_the_ledger_is_the_same(tmp_path: Path, cut: int) -> None:
+def test_however_records_are_cut_into_transactions_the_ledger_is_the_same(
+    tmp_path: Path, cut: int, memory: int
+) -> None:
     told, heads = [], []
     for name, length in (("together", len(records())), ("cut", cut)):
         path = tmp_path / name
-        ledger = Ledger(open_database(str(path), writer=True), clock=lambda: 1.0)
+        ledger = Ledger(open_database(str(path), writer=True), lambda: 1.0, Halves(memory))
         for first in range(0, len(records()), length):
             with ledger.transaction() as unit:
                 receive(unit, records()[first : first + length])
@@ -90,4 +95,53 @@ def test_what_a_transaction_has_brought_is_what_it_retires(connect: Open) -> Non
         assert unit.payload(SampleKey("run", 0, "0"), "rollout") is None
         assert unit.payload(SampleKey("run", 0, "0"), "trainer") is not None
     assert verify(connect(False)).payloads == 2, "the trainer's record and the verdict"
+    ledger.close()
+
+
+def test_only_what_waits_is_kept_at_hand_and_the_longest_kept_is_forgotten(tmp_path: Path) -> None:
+    halves = Halves(2 * 5000)
+    ledger = Ledger(open_database(str(tmp_path / "ledger"), writer=True), lambda: 1.0, halves)
+    with ledger.transaction() as unit:
+        receive(unit, [pair(name)[0] for name in "012"])
+    assert [halves.held(SampleKey("run", 0, name)) is not None for name in "012"] == [False, True, True]
+    with ledger.transaction() as unit:
+        receive(unit, [pair(name)[1] for name in "012"])
+    assert len(halves) == 0
+    ledger.close()
+
+
+def test_after_a_commit_that_failed_and_happened_all_the_same_the_ledger_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = open_database(str(tmp_path / "ledger"), writer=True)
+    ledger, (rollout, trainer) = Ledger(database), pair("0")
+    with ledger.transaction() as unit:
+        receive(unit, [rollout])
+    run = database.run
+
+    def cut_off(sql: str, arguments: Sequence[Any] = ()) -> int:
+        changed = run(sql, arguments)
+        if sql == "COMMIT":
+            raise LedgerError("no answer")
+        return changed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "run", cut_off)
+        with pytest.raises(LedgerError), ledger.transaction() as unit:
+            receive(unit, [trainer])
+    with ledger.transaction() as unit:
+        assert receive(unit, [trainer]) == ["duplicate"]
+    ledger.close()
+
+
+def test_a_half_whose_evidence_was_retired_is_not_compared(connect: Open) -> None:
+    ledger, key = Ledger(connect(True)), SampleKey("run", 0, "0")
+    rollout, trainer = pair("0")
+    with ledger.transaction() as unit:
+        receive(unit, [rollout])
+    with ledger.transaction() as unit:
+        unit.drop_evidence([1], [key])
+    with ledger.transaction() as unit:
+        receive(unit, [trainer])
+    assert Reader(lambda: connect(False)).sample(key).judgement.verdict is Verdict.PENDING
     ledger.close()

@@ -50,14 +50,23 @@ def resident_mb(pid: int) -> float:
 
 
 def receive(folder: Path, seconds: float) -> Result:
+    """Both sides of a sample in one batch, and each in batches of its own, as from two processes."""
+    parts = {
+        name: _receive(folder / name, seconds, flags) for name, flags in (("together", []), ("apart", ["--apart"]))
+    }
+    return parts | {"limits": _limits(folder), "ok": all(part["ok"] for part in parts.values())}
+
+
+def _receive(folder: Path, seconds: float, flags: list[str]) -> Result:
     """One auditor, one load program, two streams; on two cores they share them."""
+    folder.mkdir()
     with running_auditor(folder) as auditor:
         assert auditor.process is not None
         pid, peak, done = auditor.process.pid, [0.0], threading.Event()
         watch = threading.Thread(target=lambda: _watch(pid, peak, done))
         watch.start()
         command = [sys.executable, "-m", "auditor.load", "--address", auditor.grpc]
-        command += ["--seconds", str(seconds), "--batch", "8", "--tokens", "4096", "--streams", "2"]
+        command += ["--seconds", str(seconds), "--batch", "8", "--tokens", "4096", "--streams", "2", *flags]
         output = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
         done.set()
         watch.join()
@@ -66,7 +75,6 @@ def receive(folder: Path, seconds: float) -> Result:
             _cpu_seconds(pid) / (found["token_pairs_per_second"] * found["seconds"] / 1e6), 3
         )
     found["resident_mb"] = round(peak[0])
-    found["limits"] = _limits(folder)
     return found | {"ok": found["token_pairs_per_second"] >= PAIRS_GOAL and found["receipt_p99_ms"] < P99_GOAL_MS}
 
 

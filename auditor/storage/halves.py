@@ -1,0 +1,101 @@
+"""Samples of which one side is there, kept in memory until the other one comes: it is then neither read nor decoded.
+
+What is here is durable, and is what the ledger would answer: it is taken in after a commit, and forgotten where a
+transaction fails, since nobody knows then what became durable.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from auditor.codec import decode
+from auditor.judge import Judgement
+from auditor.records import Record, SampleKey, Side
+
+_BYTES: Final = 64 << 20
+# What a sample takes beside its arrays: a dozen objects.
+_OBJECTS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A stored record: the digest of its bytes, and the bytes unless they have been retired.
+
+    record: the same decoded, where it is at hand; the bytes may be left out then.
+    """
+
+    digest: bytes
+    payload: bytes | None
+    record: Record | None = None
+
+    @property
+    def retired(self) -> bool:
+        """Whether the content is gone."""
+        return self.payload is None and self.record is None
+
+    def decoded(self) -> Record:
+        """The record; RecordError where the stored bytes are none any more."""
+        if self.record is not None:
+            return self.record
+        assert self.payload is not None, "asked of a record that has been retired"
+        return decode(self.payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One side of a sample, and the judgement that says that it waits."""
+
+    side: Side
+    held: Held
+    judgement: Judgement
+
+
+class Halves:
+    """Used by the ledger's writer alone.
+
+    limit_bytes: beyond it the longest kept are forgotten, and read from the ledger when their other side comes.
+    """
+
+    def __init__(self, limit_bytes: int = _BYTES) -> None:
+        self._limit, self._bytes = limit_bytes, 0
+        self._kept: OrderedDict[SampleKey, tuple[int, Half]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def held(self, key: SampleKey) -> Mapping[Side, Held] | None:
+        """What is stored of a sample; None where that is not known here."""
+        found = self._kept.get(key)
+        return None if found is None else {found[1].side: found[1].held}
+
+    def judgement(self, key: SampleKey) -> Judgement | None:
+        """The present judgement; None where it is not known here."""
+        found = self._kept.get(key)
+        return None if found is None else found[1].judgement
+
+    def keep(self, key: SampleKey, side: Side, held: Held, judgement: Judgement) -> None:
+        """Keep one side, durable by now, without its bytes. Of one that is not decoded nothing is kept."""
+        self.forget(key)
+        if held.record is None:
+            return
+        size = _size(held.record)
+        self._kept[key] = size, Half(side, Held(held.digest, None, held.record), judgement)
+        self._bytes += size
+        while self._bytes > self._limit:
+            self.forget(next(iter(self._kept)))
+
+    def forget(self, key: SampleKey) -> None:
+        """It waits no more, or for something else."""
+        size, _ = self._kept.pop(key, (0, None))
+        self._bytes -= size
+
+    def clear(self) -> None:
+        """Nothing is known any more."""
+        self._kept.clear()
+        self._bytes = 0
+
+
+def _size(record: Record) -> int:
+    arrays = (record.tokens, record.logprobs, record.mask, record.routed_experts)
+    return _OBJECTS + sum(array.nbytes for array in arrays if array is not None)
