@@ -127,9 +127,9 @@ def _attention() -> Iterator[Kernel]:
         HEADS=32, D=128, WIDTH=16, PARTIAL=1024, UNROLL=8,
     )  # fmt: skip
     yield _kernel(
-        _BACKWARD, "row_terms_kernel", "*fp32 *fp32 *bf16 *bf16 *fp32 i32 i32 i32:16 i32:16", 4, D=128, ROWS=16
+        _BACKWARD, "row_terms_kernel", "*fp32 *bf16 *bf16 *fp32 *fp32 i32 i32:16 i32:16", 2, HEADS=32, D=128, ROWS=8
     )
-    walk = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *fp32 *i32 i32 i32:16 i32:16 i32:16 i32:16 fp32"
+    walk = "*bf16 *bf16 *bf16 *bf16 *fp32 *i32 i32 i32 i32:16 i32:16 i32:16 i32:16 fp32"
     shape = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "WIDTH": 16}
     launch = backward_launch(128)
     shape |= {"matrix": True, "exp2": True}
@@ -141,7 +141,7 @@ def _attention() -> Iterator[Kernel]:
         _BACKWARD, "dkdv_kernel", f"*fp32 *fp32 {walk}", launch.warps, launch.stages, **shape,
         KEYS=launch.kv_keys, ROWS=launch.kv_rows,
     )  # fmt: skip
-    yield _kernel(_BACKWARD, "head_tree_kernel", "*bf16 *fp32 i32 fp32", 4, GROUP=5, D=128, ROWS=8)
+    yield _kernel(_BACKWARD, "head_tree_kernel", "*bf16 *fp32 i32 fp32", 4, GROUP=5, D=128, ROWS=4)
 
 
 def _logp() -> Iterator[Kernel]:

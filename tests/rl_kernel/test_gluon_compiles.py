@@ -49,6 +49,18 @@ def attention(dim: int, page: int = 0) -> tuple[Any, dict[str, str], dict[str, A
     }  # fmt: skip
 
 
+def gradients(dim: int, of_keys: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    from rl_kernel.ops.attention import gluon_backward as op
+
+    queries, keys = (descriptor(rows, dim) for rows in ((op.BLOCK, op.TILE) if of_keys else (op.TILE, op.BLOCK)))
+    types = {"dq": "*bf16", "dk": "*fp32", "dv": "*fp32", "terms": "*fp32", "cu": "*i32"}
+    types |= {"q": queries, "dout": queries, "k": keys, "v": keys, "score_scale": "fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("sequences", "tokens"), "i32")
+    kernel = op.dkdv_kernel if of_keys else op.dq_kernel
+    constants = {"HEADS": 32, "KV_HEADS": 8, "D": dim, "WIDTH": 16, "STAGES": op.STAGES[dim]}
+    return kernel, {name: t for name, t in types.items() if name in kernel.arg_names}, constants
+
+
 def product(
     segments: int, rows_of_b: bool, m: int = 8192, fp32: bool = False
 ) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -108,6 +120,8 @@ CASES = {
     "attention-64": lambda: attention(64),
     "attention-128": lambda: attention(128),
     "attention-128-pages": lambda: attention(128, 16),
+    "dq-128": lambda: gradients(128, False),
+    "dkdv-128": lambda: gradients(128, True),
     "product-2": lambda: product(2, True),
     "product-8": lambda: product(8, True),
     "product-8-fp32": lambda: product(8, True, fp32=True),
@@ -139,7 +153,7 @@ def test_it_fits_and_no_wgmma_is_serialised(case: str, tmp_path: Path) -> None:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert ("mma.sync" if case.startswith("decode") else "wgmma.mma_async") in compiled.asm["ptx"]
-    assert_it_waits(compiled.asm["ptx"], not case.startswith(("head", "product")))
+    assert_it_waits(compiled.asm["ptx"], not case.startswith(("head", "product", "dq", "dkdv")))
     said = assembled(compiled.asm["ptx"], tmp_path)
     assert "serialized" not in said, said
     if case in ("attention-64", "attention-128"):

@@ -74,7 +74,7 @@ def _halves(s):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _hold(x):  # type: ignore[no-untyped-def]
+def hold(x):  # type: ignore[no-untyped-def]
     """A loop that ends at once: over none does the assembler move an instruction, as it does over a wait."""
     gl.inline_asm_elementwise(
         """
@@ -129,7 +129,7 @@ def full_step(
     p_a, alpha, top = _softmax(s_a, m, scale, opens, False)
     a = operand(p_a, P)
     p_b, beta, top = _softmax(s_b, top, scale, False, False)
-    _hold(count)  # the exponentials overlap with the last product
+    hold(count)  # the exponentials overlap with the last product
     acc_done, l_done, _b, a, p_b = warpgroup_mma_wait(0, (acc, l, b, a, p_b))
     b = operand(p_b, P)  # not before its registers are read for the last time: else each step would copy them
     mbarrier.arrive(empty.index(slot))

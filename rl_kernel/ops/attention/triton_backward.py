@@ -1,7 +1,7 @@
 """Gradients of causal self-attention on GPUs: every sum is a chain in ascending order, so no atomics and no semaphores.
 
 T tokens, H query heads, G kv heads, D head_dim, R sequences. One kernel walks the keys for dq, another the queries for
-dk and dv of each query head; the tree over the query heads of a kv head comes last.
+dk and dv of each query head; the tree over the query heads of a kv head comes last. On Hopper `gluon_backward` walks.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from rl_kernel.errors import ShapeError
 from rl_kernel.ops.accelerator import BF16, EX2, F32, I32, require, require_rows
+from rl_kernel.ops.attention import gluon_backward
 from rl_kernel.ops.triton_scalar import exp2, narrow, tree, tree_of
 from rl_kernel.reference.ops import attention_scale
 
@@ -31,28 +32,39 @@ def find_tile(cu, sequences, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # 
     return start, tl.load(cu + sequence + 1) - start, (tile - start // ROWS - sequence) * ROWS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def row_terms_kernel(
-    delta, inverse, dout, out, l, rows, heads, dout_token, out_token, D: tl.constexpr, ROWS: tl.constexpr
+    terms, dout, out, m, l, tokens, dout_token, out_token, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """delta = lane_dot(dout, out) and 1/l of every row."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """terms[3,H,T]: m, 1/l and delta = lane_dot(dout, out) of every row; a program has ROWS tokens of one head."""
+    head = tl.program_id(0) % HEADS
+    row = tl.program_id(0) // HEADS * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     lanes = tl.zeros((ROWS, LANES), tl.float32)
     for c in tl.static_range((D + 127) // 128):
-        here = (row < rows)[:, None] & (c * LANES + lane < D)[None, :]
-        token, inner = (row // heads).to(tl.int64)[:, None], (row % heads * D)[:, None] + c * LANES + lane[None, :]
+        here = (row < tokens)[:, None] & (c * LANES + lane < D)[None, :]
+        token, inner = row.to(tl.int64)[:, None], head * D + c * LANES + lane[None, :]
         left = tl.load(dout + token * dout_token + inner, mask=here, other=0.0).to(tl.float32)
         right = tl.load(out + token * out_token + inner, mask=here, other=0.0).to(tl.float32)
         lanes = tl.where(here, tl.fma(left, right, lanes), lanes)
-    tl.store(delta + row, tree(lanes, 7), mask=row < rows)
-    total = tl.load(l + row, mask=row < rows, other=1.0)
-    tl.store(inverse + row, tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), total), mask=row < rows)
+    at = row.to(tl.int64) * HEADS + head
+    top = tl.load(m + at, mask=row < tokens, other=0.0)
+    total = tl.load(l + at, mask=row < tokens, other=1.0)
+    at, plane = _terms_at(head, row, tokens, HEADS)
+    tl.store(terms + at, top, mask=row < tokens)
+    tl.store(terms + at + plane, tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), total), mask=row < tokens)
+    tl.store(terms + at + 2 * plane, tree(lanes, 7), mask=row < tokens)
 
 
 @triton.jit
+def _terms_at(head, token, tokens, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where in terms[3,H,T] the first term of a token lies, and how far the next is."""
+    return head.to(tl.int64) * tokens + token, tokens.to(tl.int64) * HEADS
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def dq_kernel(
-    dq, dout, q, k, v, m, inverse, delta, cu, sequences, dout_token, q_token, k_token, v_token,
+    dq, dout, q, k, v, terms, cu, sequences, tokens, dout_token, q_token, k_token, v_token,
     score_scale, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, EX2: tl.constexpr,
@@ -71,9 +83,10 @@ def dq_kernel(
     token = (start + query).to(tl.int64)[:, None]
     q_in = tl.load(q + token * q_token + head * D + d[None, :], mask=here[:, None], other=0.0)
     do = tl.load(dout + token * dout_token + head * D + d[None, :], mask=here[:, None], other=0.0)
-    top = tl.load(m + place, mask=here, other=0.0)[:, None]
-    r = tl.load(inverse + place, mask=here, other=0.0)[:, None]
-    shift = tl.load(delta + place, mask=here, other=0.0)[:, None]
+    rows, plane = _terms_at(head, start + query, tokens, HEADS)
+    top = tl.load(terms + rows, mask=here, other=0.0)[:, None]
+    r = tl.load(terms + rows + plane, mask=here, other=0.0)[:, None]
+    shift = tl.load(terms + rows + 2 * plane, mask=here, other=0.0)[:, None]
     acc = tl.zeros((ROWS, D), tl.float32)
     for block in range(tl.cdiv(min(first + ROWS, length), KEYS)):
         key = block * KEYS + tl.arange(0, KEYS)
@@ -87,9 +100,9 @@ def dq_kernel(
     tl.store(dq + place[:, None] * D + d[None, :], narrow((acc + 0.0) * scale), mask=here[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def dkdv_kernel(
-    dk, dv, dout, q, k, v, m, inverse, delta, cu, sequences, dout_token, q_token, k_token, v_token,
+    dk, dv, dout, q, k, v, terms, cu, sequences, tokens, dout_token, q_token, k_token, v_token,
     score_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, EX2: tl.constexpr,
@@ -111,13 +124,13 @@ def dkdv_kernel(
     for block in range(first // ROWS, tl.cdiv(length, ROWS)):
         query = block * ROWS + tl.arange(0, ROWS)
         here = query < length
-        place = (start + query).to(tl.int64) * HEADS + head
         token = (start + query).to(tl.int64)[:, None]
         q_in = tl.load(q + token * q_token + head * D + d[None, :], mask=here[:, None], other=0.0)
         do = tl.load(dout + token * dout_token + head * D + d[None, :], mask=here[:, None], other=0.0)
-        top = tl.load(m + place, mask=here, other=0.0)[None, :]
-        r = tl.load(inverse + place, mask=here, other=0.0)[None, :]
-        shift = tl.load(delta + place, mask=here, other=0.0)[None, :]
+        rows, plane = _terms_at(head, start + query, tokens, HEADS)
+        top = tl.load(terms + rows, mask=here, other=0.0)[None, :]
+        r = tl.load(terms + rows + plane, mask=here, other=0.0)[None, :]
+        shift = tl.load(terms + rows + 2 * plane, mask=here, other=0.0)[None, :]
         seen = (key[:, None] <= query[None, :]) & here[None, :]
         p = tl.where(seen, exp2(tl.dot(keys_in, tl.trans(q_in)) * score_scale - top, EX2) * r, 0.0)
         dv_acc = tl.dot(p.to(tl.bfloat16), do, dv_acc)
@@ -161,17 +174,38 @@ def launch_for(dim: int) -> Launch:
     return Launch(64, 64, 64, 64, 4, 2) if dim <= 128 else Launch(64, 32, 64, 32, 8, 1)
 
 
+def _walk(
+    dq: torch.Tensor, parts: torch.Tensor, inputs: gluon_backward.Inputs, terms: torch.Tensor, cu: torch.Tensor,
+    score_scale: float, scale: float, shape: Launch,
+) -> None:  # fmt: skip
+    """As `gluon_backward.walk`, of any tensors with head_dim in HEAD_DIMS."""
+    tokens, heads, dim = inputs[1].shape
+    sequences, strides = cu.shape[0] - 1, [x.stride(0) for x in inputs]
+    common = {
+        "HEADS": heads, "KV_HEADS": inputs[2].shape[1], "D": dim, "WIDTH": triton.next_power_of_2(sequences),
+        "EX2": EX2, "num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False,
+    }  # fmt: skip
+    dq_kernel[(heads, tokens // shape.dq_rows + sequences)](
+        dq, *inputs, terms, cu, sequences, tokens, *strides, score_scale, scale,
+        ROWS=shape.dq_rows, KEYS=shape.dq_keys, **common,
+    )  # fmt: skip
+    dkdv_kernel[(heads, tokens // shape.kv_keys + sequences)](
+        parts[0], parts[1], *inputs, terms, cu, sequences, tokens, *strides, score_scale,
+        KEYS=shape.kv_keys, ROWS=shape.kv_rows, **common,
+    )  # fmt: skip
+
+
 def attention_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     m: torch.Tensor, l: torch.Tensor, cu: torch.Tensor, *, launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dout, q, out[T,H,D], k, v[T,G,D] bf16, m, l[T,H] fp32, cu[R+1] int32 → dq[T,H,D], dk, dv[T,G,D] bf16."""
     op = "attention_backward"
-    k_token = require_rows(op, "k", k, None, None, None)
+    require_rows(op, "k", k, None, None, None)
     tokens, kv_heads, dim = k.shape
-    q_token = require_rows(op, "q", q, tokens, None, dim)
+    require_rows(op, "q", q, tokens, None, dim)
     heads = q.shape[1]
-    v_token = require_rows(op, "v", v, tokens, kv_heads, dim)
+    require_rows(op, "v", v, tokens, kv_heads, dim)
     dout_token = require_rows(op, "dout", dout, tokens, heads, dim)
     out_token = require_rows(op, "out", out, tokens, heads, dim)
     for name, tensor in (("m", m), ("l", l)):
@@ -184,40 +218,20 @@ def attention_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=BF16, device=q.device) for x in (q, k, v))
     if not q.numel():
         return dq, dk, dv
-    shape, sequences, rows = launch or launch_for(dim), cu.shape[0] - 1, tokens * heads
-    delta, inverse, parts = torch.empty_like(m), torch.empty_like(l), m.new_empty((2, tokens, heads, dim))
-    row_terms_kernel[(triton.cdiv(rows, 16),)](
-        delta,
-        inverse,
-        dout,
-        out,
-        l,
-        rows,
-        heads,
-        dout_token,
-        out_token,
-        D=dim,
-        ROWS=16,
-        num_warps=4,
+    terms, parts = m.new_empty((3, heads, tokens)), m.new_empty((2, tokens, heads, dim))
+    row_terms_kernel[(triton.cdiv(tokens, 8) * heads,)](
+        terms, dout, out, m, l, tokens, dout_token, out_token, HEADS=heads, D=dim, ROWS=8, num_warps=2,
         enable_fp_fusion=False,
-    )
-    common = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "WIDTH": triton.next_power_of_2(sequences), "EX2": EX2,
-        "num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False,
-    }  # fmt: skip
+    )  # fmt: skip
+    inputs = (dout, q, k, v)
     score_scale, scale = float(attention_scale(dim)), float(np.float32(1.0 / np.sqrt(np.float64(dim))))
-    dq_kernel[(heads, tokens // shape.dq_rows + sequences)](
-        dq, dout, q, k, v, m, inverse, delta, cu, sequences, dout_token, q_token, k_token, v_token,
-        score_scale, scale,
-        ROWS=shape.dq_rows, KEYS=shape.dq_keys, **common,
-    )  # fmt: skip
-    dkdv_kernel[(heads, tokens // shape.kv_keys + sequences)](
-        parts[0], parts[1], dout, q, k, v, m, inverse, delta, cu, sequences,
-        dout_token, q_token, k_token, v_token, score_scale, KEYS=shape.kv_keys, ROWS=shape.kv_rows, **common,
-    )  # fmt: skip
+    if launch is None and EX2 and gluon_backward.serves(inputs):
+        gluon_backward.walk(dq, parts[0], parts[1], inputs, terms, cu, score_scale, scale)
+    else:
+        _walk(dq, parts, inputs, terms, cu, score_scale, scale, launch or launch_for(dim))
     for y, part, factor in ((dk, parts[0], scale), (dv, parts[1], 1.0)):
-        head_tree_kernel[(triton.cdiv(tokens * kv_heads, 8),)](
-            y, part, tokens * kv_heads, factor, GROUP=heads // kv_heads, D=dim, ROWS=8,
+        head_tree_kernel[(triton.cdiv(tokens * kv_heads, 4),)](
+            y, part, tokens * kv_heads, factor, GROUP=heads // kv_heads, D=dim, ROWS=4,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return dq, dk, dv
