@@ -31,6 +31,8 @@ MERGES: dict[str, list[Change]] = {
     "tiles merged without waiting for their flags": [
         (MERGE, "while known < gl.minimum((step + 1) *", "while known < gl.minimum((step - (1 << 20)) *")
     ],
+    "ids past the last that counts": [(PRODUCT, "if column + width > limit:", "if column > limit:")],
+    "the wanted logit of few": [(PRODUCT, "(here < width), 1, 0), 0) > 0:", "(here < width), 1, 0), 0) < 0:")],
     "the last batch of tiles left out": [(MERGE, LOOP, LOOP.replace("steps", "steps - 1"))],
 }
 FIRST = """computes BLOCK features of one token.\"\"\"

@@ -1,8 +1,8 @@
 """The fused LM head on Hopper, warp-specialised: 128 tokens against 256 ids, the logits never leave the registers.
 
-Each of two warpgroups (up to 64 tokens: of one) holds 64 tokens; when its chain ends it reduces its logits to the
-statistics of four 64-id tiles while the copies for the next tile are under way. Where all statistics of a call are
-wanted merged, one more warp does that meanwhile (`gluon_merge`). T tokens, K features.
+Each of two warpgroups holds 64 tokens; of one, where tokens are few (`rows_for`). When its chain ends it reduces its
+logits to the statistics of four 64-id tiles while the copies for the next tile are under way. Where all statistics of
+a call are wanted merged, one more warp does that meanwhile (`gluon_merge`). T tokens, K features.
 """
 
 from dataclasses import dataclass
@@ -34,31 +34,38 @@ NEG_INF = gl.constexpr(float("-inf"))
 
 @gluon.jit
 def _statistics(
-    m, s, z_target, logits, target, temperature, row, id, tokens, vocab_start, vocab, last, tile, tiles,
-    token_stride, tile_stride, HEATED: gl.constexpr, MERGE: gl.constexpr,
+    m, s, z_target, logits, wanted, temperature, row, column, tokens, limit, tiles, token_stride, tile_stride,
+    HEATED: gl.constexpr, MERGE: gl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """logits[R,N] of the rows `row` and ids `id` → maximum and tree of exponentials of each 64-id tile."""
+    """logits[R,N] of the rows `row` and the ids from `column` on → maximum and tree of exponentials of each 64-id tile.
+
+    wanted[R]: the id whose logit goes to z_target, or -1; limit: ids that count. Few tiles hold a wanted id or the last
+    one that counts, and looking costs as much as all the rest: so it is asked first whether this is one of them.
+    """
     if HEATED:
         logits = gl.div_rn(logits, gl.zeros_like(logits) + temperature)
-    wanted = gl.load(target + row, mask=row < tokens, other=-1) - vocab_start
-    hit = (id[None, :] == wanted[:, None]) & ((id < last) & (id < vocab))[None, :] & (row < tokens)[:, None]
-    gl.store(z_target + row[:, None] + gl.zeros_like(logits).to(gl.int32), logits, mask=hit)
     rows: gl.constexpr = logits.shape[0]
-    count: gl.constexpr = logits.shape[1] // TILE
-    real = ((id < vocab) & (id < last))[None, :] & (row >= 0)[:, None]
-    # An id that does not count is -inf here and worth +0 below; a real logit of -inf is worth +0 as well.
-    folded = gl.where(real, logits, NEG_INF).reshape([rows, count, TILE])
-    real = real.to(gl.int32).reshape([rows, count, TILE]) != 0
+    width: gl.constexpr = logits.shape[1]
+    count: gl.constexpr = width // TILE
+    id = gl.arange(0, width, gl.SliceLayout(0, logits.type.layout))
+    here = wanted - column
+    if gl.max(gl.where((here >= 0) & (here < width), 1, 0), 0) > 0:
+        at = z_target + row[:, None] + gl.zeros_like(logits).to(gl.int32)
+        gl.store(at, logits, mask=id[None, :] == here[:, None])
+    if column + width > limit:
+        # An id that does not count is -inf, so that its term is +0.
+        logits = gl.where((id < limit - column)[None, :], logits, NEG_INF)
+    folded = logits.reshape([rows, count, TILE])
     top = gl.max(folded, 2)
     shift = gl.where(top == NEG_INF, 0.0, top)
-    terms = gl.where(real, gl.exp2((folded - gl.expand_dims(shift, 2)) * LOG2E), 0.0)
+    terms = gl.exp2((folded - gl.expand_dims(shift, 2)) * LOG2E)
     for level in gl.static_range(6):
         terms = gl.sum(terms.reshape([rows, count, TILE >> (level + 1), 2]), 3)
     total = terms.reshape([rows, count])
     layout: gl.constexpr = total.type.layout
     top = gl.convert_layout(top, layout)
     token = gl.convert_layout(row, gl.SliceLayout(1, layout))[:, None]
-    here = tile + gl.arange(0, count, gl.SliceLayout(0, layout))[None, :]
+    here = column // TILE + gl.arange(0, count, gl.SliceLayout(0, layout))[None, :]
     if MERGE:
         at = ((token // 32).to(gl.int64) * tiles + here) * 32 + token % 32
     else:
@@ -77,8 +84,13 @@ def _multiply(
      vocab_start, vocab, tiles, token_stride, tile_stride) = inputs  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     rows: gl.constexpr = 64
+    limit = gl.minimum(width, vocab)
     count = 0
     for tile in range(gl.program_id(0), gl.cdiv(tokens, BM) * gl.cdiv(width, BN), gl.num_programs(0)):
+        row0, column = origin(tile, tokens, width, BM, BN, GROUP)
+        row = row0 + HALF * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))
+        wanted = gl.load(target + row, mask=row < tokens, other=-1) - vocab_start
+        wanted = gl.where((wanted >= 0) & (wanted < limit), wanted, -1).to(gl.int32)
         acc = gl.zeros((rows, BN), gl.float32, layout)
         for step in range(steps):
             slot = count % STAGES
@@ -90,12 +102,9 @@ def _multiply(
             count += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
-        row0, column = origin(tile, tokens, width, BM, BN, GROUP)
-        row = row0 + HALF * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))
-        id = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
         _statistics(
-            m, s, z_target, acc, target, temperature, row, id, tokens, vocab_start, vocab, width,
-            column // TILE, tiles, token_stride, tile_stride, HEATED, MERGE,
+            m, s, z_target, acc, wanted, temperature, row, column, tokens, limit, tiles, token_stride, tile_stride,
+            HEATED, MERGE,
         )  # fmt: skip
         if MERGE:
             turn = tile // gl.num_programs(0)
@@ -211,7 +220,8 @@ def _launch(
 
 def rows_for(tokens: int) -> int:
     """Tokens of a tile: a static table, it may change speed only."""
-    return 64 if tokens <= 64 else 128
+    # In twos of 64 an odd one would have a half of nothing beside it; past five that half is little.
+    return 64 if tokens <= 192 or 256 < tokens <= 320 else 128
 
 
 def linear_stats(
