@@ -45,8 +45,12 @@ model: setup  ## SmolLM2-135M-Instruct in models/, which demo fetches by itself
 demo: setup  ## trains SmolLM2 with GRPO, audited while it runs; NUMERICS=native for the control group
 	@$(BIN)/python -m services.main --config $(CONFIG) --numerics $(NUMERICS)
 
+# Files that compute on one core or wait, WORKERS at a time; then those that want the whole machine, one by one.
+WORKERS ?= 2
+SIDE_BY_SIDE := tests/auditor tests/rocm
 test: setup  ## all that needs no GPU
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SIDE_BY_SIDE); \
+	failed=$$?; $(BIN)/pytest $(SIDE_BY_SIDE:%=--ignore=%) && exit $$failed
 
 test-soak: setup  ## hundreds of kills, images built from nothing: what takes too long for every change
 	$(BIN)/pytest -m soak

@@ -120,8 +120,11 @@ def test_nine_in_ten_injected_faults_get_a_right_cause_first_and_none_is_missed(
 
 
 def test_faults_that_no_cause_was_written_for_are_never_missed_and_mostly_named(world: World) -> None:
-    """The second list was only counted when it was first tried; docs/results says how it fared then."""
-    found = list(outcomes((*FIRST, *SECOND), world, each=1))
+    """The second list was only counted when it was first tried; docs/results says how it fared then.
+
+    Every second one; all of them in the soak test below.
+    """
+    found = list(outcomes((*FIRST, *SECOND)[::2], world, each=1))
     assert [outcome.fault for outcome in found if outcome.missed or outcome.named != outcome.side] == []
     wrong = [(outcome.fault, outcome.first) for outcome in found if not outcome.correct]
     assert len(wrong) <= 0.15 * len(found), wrong
@@ -137,10 +140,12 @@ def test_faults_that_users_reported_are_never_missed_and_mostly_named(world: Wor
 
 @pytest.mark.soak
 def test_all_reported_faults_are_mostly_named_and_those_held_out_never_missed(world: World) -> None:
+    strangers = list(outcomes((*FIRST, *SECOND), world, each=1))
+    assert sum(outcome.correct for outcome in strangers) >= 0.85 * len(strangers)
     found = list(outcomes(THIRD, world, each=4))
     assert sum(outcome.correct for outcome in found) >= 0.9 * len(found)
     held_out = list(outcomes(FOURTH, world, each=4))
-    assert [o.fault for o in (*found, *held_out) if o.missed or o.named != o.side] == []
+    assert [o.fault for o in (*strangers, *found, *held_out) if o.missed or o.named != o.side] == []
 
 
 def test_a_number_that_stands_for_what_is_missing_is_told_from_a_limit() -> None:
