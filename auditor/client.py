@@ -8,27 +8,33 @@
 A background thread sends batches. While the auditor is away, or says that it is too much at once, batches wait on disk
 and are sent when it takes them, also by a client that starts later. What could be neither sent nor stored is counted as
 dropped and said at close.
+
+In a process that is forked off from the one that made the client, `submit_*` puts a record on that disk before it
+returns, for the client of the first process to send (`auditor.forks` says why).
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from auditor.channel import MAX_MESSAGE_BYTES, Channel, pause_of
+from auditor.channel import MAX_MESSAGE_BYTES, REFUSED_FOR_GOOD, TOO_LARGE, Channel, batch_in, pause_of
 from auditor.codec import to_wire
+from auditor.counts import Counts
 from auditor.errors import RecordError
+from auditor.forks import follow
 from auditor.outbox import Outbox
 from auditor.proto import audit_pb2 as pb
 from auditor.records import Record, RolloutRecord, TrainerRecord
 from auditor.self_report import SelfReport
-from auditor.spool import Claimed, Spool
+from auditor.spool import Spool
+
+__all__ = ["AuditClient", "Counts"]
 
 log = logging.getLogger(__name__)
 
@@ -36,26 +42,7 @@ _RPC_TIMEOUT_S = 10.0
 _LAST_WORD_S = 1.0
 _RETRY_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-_TOO_LARGE = "message larger than max"  # gRPC's own words, before any code of the auditor's sees the message
-# Not UNIMPLEMENTED: so answers another program on the port, or an ingress that does not route to the auditor yet.
-_REFUSED_FOR_GOOD = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 _ROOM_FOR_STATE = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Records by what became of them.
-
-    accepted, duplicate, refused: by the auditor's receipts. queued: still in memory. spooled: waiting on disk now.
-    dropped: lost, for neither the queue nor the spool had room.
-    """
-
-    accepted: int = 0
-    duplicate: int = 0
-    refused: int = 0
-    queued: int = 0
-    spooled: int = 0
-    dropped: int = 0
 
 
 class AuditClient:
@@ -100,6 +87,9 @@ class AuditClient:
         self._not_ours: dict[Path, float] = {}
         self._forbidden = False
         self._closing = False
+        self._in_child = False
+        self._handed_in_here = False  # of a child
+        follow(self)
         self._thread = threading.Thread(target=self._work, name="audit-client", daemon=True)
         self._thread.start()
 
@@ -127,6 +117,8 @@ class AuditClient:
         while True:
             counts = self.counts
             left = deadline - time.monotonic()
+            if self._in_child and not self._handed_in_here:
+                return counts  # what waits is the parent's
             if counts.queued + counts.spooled == 0 or left <= 0:
                 return counts
             with self._changed:
@@ -138,14 +130,17 @@ class AuditClient:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
-        self._channel.close()
+        if not self._in_child:
+            self._thread.join()
+            self._channel.close()
+            self._leave_nothing_in_memory()
         counts = self.counts
-        if counts.spooled or counts.dropped or counts.refused:
+        waiting = 0 if self._in_child and not self._handed_in_here else counts.spooled
+        if waiting or counts.dropped or counts.refused:
             log.warning(
                 "audit of run %s is incomplete: %d records wait in %s, %d were dropped, %d were refused",
                 self.run_id,
-                counts.spooled,
+                waiting,
                 self._spool_name,
                 counts.dropped,
                 counts.refused,
@@ -174,10 +169,28 @@ class AuditClient:
             if self._closing:
                 self._counts = replace(self._counts, dropped=self._counts.dropped + 1)
                 return
+            if self._in_child:
+                self._handed_in_here = True
+                self._store(pb.SubmitRequest(batch=pb.Batch(records=[message])))
+                return
             self._queue.add(message, size)
             self._changed.notify_all()
         while self._queue.full:
             self._relieve_queue()
+
+    def forked(self) -> object:
+        """Begin anew in a child: what was in memory is the parent's, as are its threads and its channel."""
+        self._changed = threading.Condition()
+        self._queue, self._counts = Outbox(0, 0), Counts()
+        self._in_flight = self._on_their_way = 0
+        self._in_child, self._handed_in_here = True, False
+        return self._channel
+
+    def _leave_nothing_in_memory(self) -> None:
+        """Store what is there although the thread has ended, as one does that met an error nobody thought of."""
+        self._count(dropped=self._in_flight)
+        while batch := self._take():
+            self._store(pb.SubmitRequest(batch=pb.Batch(records=batch)))
 
     def _work(self) -> None:
         while True:
@@ -254,7 +267,7 @@ class AuditClient:
         with self._spool.claim_oldest(self._not_ours) as claimed:
             if claimed is None:
                 return False
-            request = _batch_in(claimed)
+            request = batch_in(claimed.payload) if claimed.whole else None
             if request is None:
                 log.warning(
                     "%s is no batch, or not a whole one, and is set aside; %d records dropped",
@@ -285,11 +298,11 @@ class AuditClient:
                 self._relieve_queue()
         error = call.exception()
         self._forbidden = error is not None and call.code() is grpc.StatusCode.PERMISSION_DENIED
-        if error is not None and call.code() in _REFUSED_FOR_GOOD:
+        if error is not None and call.code() in REFUSED_FOR_GOOD:
             log.warning("auditor at %s refused a batch: %s", self._address, call.details())
             self._count(refused=len(request.batch.records))
             return True
-        if error is not None and _TOO_LARGE in (call.details() or ""):
+        if error is not None and TOO_LARGE in (call.details() or ""):
             return self._send_in_halves(request)
         if error is not None:
             self._away_until = time.monotonic() + pause_of(call, _RETRY_S, _LONGEST_PAUSE_S)
@@ -382,11 +395,3 @@ class AuditClient:
                 refused=self._counts.refused + refused,
                 dropped=self._counts.dropped + dropped,
             )
-
-
-def _batch_in(claimed: Claimed) -> pb.SubmitRequest | None:
-    """The batch of a file, None where it is not what was stored: one that was cut short may parse as a smaller one."""
-    try:
-        return pb.SubmitRequest.FromString(claimed.payload) if claimed.whole else None
-    except DecodeError:
-        return None

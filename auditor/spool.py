@@ -14,7 +14,10 @@ import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+
+from auditor.forks import follow
 
 log = logging.getLogger(__name__)
 _SUFFIX = ".batch"
@@ -52,6 +55,8 @@ class Spool:
         self.folder = folder
         self._limit_bytes = limit_bytes
         self._serial = itertools.count()
+        self._claimed: set[FileIO] = set()
+        follow(self)
         folder.mkdir(parents=True, exist_ok=True)
         self._clear_drafts()
 
@@ -91,10 +96,10 @@ class Spool:
             if path in but:
                 continue
             try:
-                file = path.open("rb")
+                file = FileIO(path)
             except OSError:
                 continue  # sent meanwhile, or not to be read by this user: it stays, and is counted as waiting
-            with file:
+            with file, self._inherited(file):
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     payload = file.read()
@@ -105,6 +110,20 @@ class Spool:
                 yield Claimed(path, payload, _records_in(path), _is_whole(path, payload))
                 return
         yield None
+
+    def forked(self) -> None:
+        """In a child: let go of what the parent holds, which would stay locked as long as the child lives."""
+        for file in self._claimed:
+            file.close()
+        self._claimed.clear()
+
+    @contextmanager
+    def _inherited(self, file: FileIO) -> Iterator[None]:
+        self._claimed.add(file)
+        try:
+            yield
+        finally:
+            self._claimed.discard(file)
 
     def _files(self) -> list[Path]:
         """The batches, the oldest first; none where the folder is gone."""

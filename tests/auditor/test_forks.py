@@ -1,0 +1,153 @@
+"""What workers do that are forked off from the process that has the client: hand in, and end in any way."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from auditor.client import AuditClient
+from auditor.spool import Spool
+from tests.auditor.samples import pair
+from tests.auditor.test_spool import NOBODY, server, spooled
+
+RECORDS = 5
+
+
+def in_a_child(work: Callable[[], None], seconds: float = 30.0) -> int:
+    """Its exit code, −1 where it hangs."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1
+
+
+def hand_in(client: AuditClient, worker: int) -> None:
+    for i in range(RECORDS):
+        client.submit_rollout(pair(f"{worker}-{i}")[0])
+
+
+def test_what_forked_workers_hand_in_arrives_while_their_parent_is_sending(tmp_path: Path) -> None:
+    """No worker closes the client, and none waits; forks fall into all that a sending thread does."""
+    workers, stop = 40, threading.Event()
+    with server() as address:
+        client = AuditClient(address, "run", spool_dir=tmp_path)
+        client.submit_rollout(pair("before")[0])
+        own = [1]
+
+        def keep_sending() -> None:
+            while not stop.wait(0.001):
+                client.submit_trainer(pair(f"own-{own[0]}")[1])
+                own[0] += 1
+
+        thread = threading.Thread(target=keep_sending)
+        thread.start()
+        ends = [in_a_child(lambda n=n: hand_in(client, n)) for n in range(workers)]  # type: ignore[misc]
+        stop.set()
+        thread.join()
+        counts = client.close(timeout=60)
+    assert ends == [0] * workers
+    assert (counts.accepted, counts.spooled, counts.dropped) == (own[0] + workers * RECORDS, 0, 0)
+
+
+def _worker(client: AuditClient, number: int) -> None:
+    hand_in(client, number)
+    counts = client.close(timeout=20)
+    sys.exit(0 if (counts.queued, counts.spooled, counts.dropped) == (0, 0, 0) else 1)
+
+
+def test_a_worker_that_closes_the_client_waits_until_its_parent_has_sent_all(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    with server() as address, AuditClient(address, "run", spool_dir=tmp_path) as client:
+        workers = [fork.Process(target=_worker, args=(client, n)) for n in range(3)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(30)
+        assert [worker.exitcode for worker in workers] == [0, 0, 0]
+        assert client.counts.accepted == 3 * RECORDS
+
+
+def test_a_worker_takes_nothing_of_its_parents_and_waits_for_none_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What waits in memory is sent once; what waits on disk is no worker's to wait for."""
+    spooled(tmp_path)
+    client = AuditClient(NOBODY, "run", spool_dir=tmp_path)
+    client.submit_rollout(pair("own")[0])
+
+    def work() -> None:
+        began = time.monotonic()
+        assert client.close(timeout=20).queued == 0
+        assert time.monotonic() - began < 5
+        assert "is incomplete" not in caplog.text
+
+    assert in_a_child(work) == 0
+    counts = client.close(timeout=0)
+    assert (counts.spooled, counts.dropped) == (7, 0)
+
+
+def test_a_worker_says_what_nobody_sends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client = AuditClient(NOBODY, "run", spool_dir=tmp_path)
+
+    def work() -> None:
+        hand_in(client, 0)
+        assert client.close(timeout=0.2).spooled == RECORDS
+        assert f"{RECORDS} records wait in" in caplog.text
+
+    assert in_a_child(work) == 0
+    client.close(timeout=0)
+
+
+def test_a_worker_that_lives_on_keeps_no_batch_from_being_sent(tmp_path: Path) -> None:
+    """A lock on a file lasts until every process that inherited it has let go."""
+    spooled(tmp_path)
+    mine, ended = Spool(tmp_path, 1 << 30), threading.Event()
+    begun, begins = os.pipe()
+    with mine.claim_oldest() as claimed:
+        assert claimed is not None
+        child = os.fork()
+        if child == 0:
+            os.write(begins, b"!")
+            ended.wait()  # nobody sets it here
+    try:
+        assert os.read(begun, 1) == b"!"
+        with Spool(tmp_path, 1 << 30).claim_oldest() as again:
+            assert again is not None, "the child holds what the parent has let go of"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(begun)
+        os.close(begins)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_a_thread_that_died_leaves_in_memory_is_stored_at_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(client: AuditClient) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(AuditClient, "_gather", dies)
+    client = AuditClient(NOBODY, "run", spool_dir=tmp_path)
+    hand_in(client, 0)
+    counts = client.close(timeout=0)
+    assert (counts.queued, counts.spooled) == (0, RECORDS)
