@@ -1,11 +1,12 @@
 """Between records and the wire. Arrays go as packed little-endian bits, in one copy, no Python number a token."""
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from auditor.errors import RecordError
 from auditor.proto import audit_pb2 as pb
@@ -15,6 +16,8 @@ _LOGPROB_BITS = pb.Common.LOGPROB_BITS_FIELD_NUMBER
 _ROLLOUT_TOKENS = pb.RolloutRecord.TOKENS_FIELD_NUMBER
 _TRAINER_TOKENS = pb.TrainerRecord.TOKENS_FIELD_NUMBER
 _POSITION_IDS = pb.Positions.IDS_FIELD_NUMBER
+_KEPT_BYTES: Final = 1024
+T = TypeVar("T")
 _FIRST_KEYS = pb.Positions.FIRST_KEYS_FIELD_NUMBER
 
 
@@ -126,8 +129,8 @@ def _fields(common: pb.Common) -> dict[str, Any]:
         "weight_version": common.weight_version if common.HasField("weight_version") else -1,
         "weight_digest": common.weight_digest,
         "contract_digest": common.contract_digest,
-        "environment": _environment(common.environment.SerializeToString()),
-        "layout": _layout(common.layout.SerializeToString()),
+        "environment": _one_of_few(_environment, _known_environment, common.environment),
+        "layout": _one_of_few(_layout, _known_layout, common.layout),
         "positions": _positions(common.positions),
         "layer_digests": tuple(common.layer_digests),
         "routed_experts": _experts(common),
@@ -145,14 +148,11 @@ def _sampling(message: pb.Sampling) -> Sampling:
     )
 
 
-# Of few kinds, each in every record of a run, and never changed once made.
-@lru_cache(64)
 def _environment(encoded: bytes) -> Environment:
     message = pb.Environment.FromString(encoded)
     return Environment(message.arch, message.mma, message.digest)
 
 
-@lru_cache(64)
 def _layout(encoded: bytes) -> Layout:
     message = pb.Layout.FromString(encoded)
     return Layout(
@@ -162,6 +162,17 @@ def _layout(encoded: bytes) -> Layout:
         padded_vocab_size=message.padded_vocab_size,
         vocab_shards=tuple(message.vocab_shards),
     )
+
+
+# Of few kinds, each in every record of a run, and never changed once made.
+_known_environment = lru_cache(64)(_environment)
+_known_layout = lru_cache(64)(_layout)
+
+
+def _one_of_few(make: Callable[[bytes], T], known: Callable[[bytes], T], message: Message) -> T:
+    """One that was made before, where it is small; a large one may be anything, and is not kept."""
+    encoded = message.SerializeToString()
+    return known(encoded) if len(encoded) <= _KEPT_BYTES else make(encoded)
 
 
 def _from_positions(positions: Positions) -> pb.Positions:

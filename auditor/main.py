@@ -187,7 +187,7 @@ class Auditor:
 
     def _recover(self) -> None:
         """After a commit of which nobody knows whether it happened."""
-        self._board.replace_counters(self._ledger.counters())
+        self._board.rebuild(self._ledger.counters(), self._reader)
         self._requeue()
 
     def _requeue(self) -> None:

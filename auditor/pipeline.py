@@ -203,15 +203,22 @@ class Pipeline:
             return PairJudgement(before, None)  # what it would be compared with has been retired since
         else:
             return PairJudgement(pending(_OTHER[record.side], record.weight_version), None)
-        rollout, trainer = _ordered(record, other.decoded())
+        # The record is sound and stays; that the auditor could not judge it must be visible, not refused.
         try:
+            rollout, trainer = _ordered(record, other.decoded())
             pair = judge_pair(rollout, trainer, self._contracts)
+        except RecordError as error:
+            why = f"evidence_unreadable: the stored {_OTHER[record.side]} record: {error}"
+            log.error("sample %s cannot be judged: %s", record.key, why)
+            return self._not_judged(unit, why)
         except Exception as error:
-            # The record is sound and stays; that the auditor could not judge it must be visible, not refused.
             log.exception("sample %s could not be judged", record.key)
-            unit.after_commit.append(partial(self._on_fault, "judge"))
-            return PairJudgement(Judgement(Verdict.ERROR, reference_error=f"internal: {error!r}"), None)
+            return self._not_judged(unit, f"internal: {error!r}")
         return self._count_pair(unit, rollout, trainer, pair)
+
+    def _not_judged(self, unit: Unit, why: str) -> PairJudgement:
+        unit.after_commit.append(partial(self._on_fault, "judge"))
+        return PairJudgement(Judgement(Verdict.ERROR, reference_error=why), None)
 
     def _count_pair(
         self, unit: Unit, rollout: RolloutRecord, trainer: TrainerRecord, pair: PairJudgement
@@ -341,7 +348,7 @@ def _ordered(one: Record, other: Record) -> tuple[RolloutRecord, TrainerRecord]:
         case (TrainerRecord(), RolloutRecord()):
             return other, one
         case _:
-            raise AssertionError(f"two records of one side are stored for {one.key}")
+            raise RecordError(f"two records of {one.key} are of one side")
 
 
 def _start_counters(unit: Unit, run_id: str) -> None:

@@ -194,7 +194,9 @@ class TrainerRecord:
                 raise RecordError(f"token_count is {self.token_count}, but {len(self.tokens)} tokens are given")
             digest = tokens_digest(self.tokens)
             if self.tokens_digest not in ("", digest):
-                raise RecordError(f"tokens_digest {self.tokens_digest} is not that of the tokens given, {digest}")
+                raise RecordError(
+                    f"tokens_digest {self.tokens_digest[:80]!r} is not that of the tokens given, {digest}"
+                )
             object.__setattr__(self, "tokens_digest", digest)
         _check(self, self.token_count)
 

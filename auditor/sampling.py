@@ -5,7 +5,6 @@ that both sides share: then only a recomputation can tell.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -57,22 +56,25 @@ class EveryStep:
 class FirstOfStep:
     """The first k samples of each step and stratum, in the order in which they are complete.
 
-    stratified: strata are the engine and the response length by powers of two; otherwise a step is one stratum. Counts
-    are kept in memory: after a restart an open step may get up to k more, never fewer.
+    stratified: strata are the engine and the response length by powers of two; otherwise a step is one stratum. Samples
+    are known by name: asked again, after a write that failed, the answer is the same. What was chosen is kept in
+    memory: after a restart an open step may get up to k more, never fewer.
     """
 
     k: int
     stratified: bool = False
-    _seen: Counter[tuple[str, int, str, int]] = field(default_factory=Counter)
+    _chosen: dict[tuple[str, int, str, int], set[str]] = field(default_factory=dict)
 
     def wants(self, candidate: Candidate) -> bool:
-        """Whether fewer than k of its stratum were seen."""
+        """Whether it is one of the first k of its stratum."""
         stratum = (candidate.engine_id, candidate.response_len.bit_length()) if self.stratified else ("", 0)
         name = (candidate.key.run_id, candidate.key.step, *stratum)
-        self._seen[name] += 1
-        while len(self._seen) > _STEPS_REMEMBERED:
-            del self._seen[next(iter(self._seen))]
-        return self._seen[name] <= self.k
+        chosen = self._chosen.setdefault(name, set())
+        if len(chosen) < self.k:
+            chosen.add(candidate.key.sample_id)
+        while len(self._chosen) > _STEPS_REMEMBERED:
+            del self._chosen[next(iter(self._chosen))]
+        return candidate.key.sample_id in chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,21 +122,25 @@ class Writer:
             else:
                 _fail(group, error)
             return begun
-        if self._trouble:
-            log.warning("the ledger is written again")
-        self._trouble = ""
-        if self._uncertain:
-            self._uncertain = not self._recovered()
-        else:
-            self._on_commit(unit)
-        for call in unit.after_commit:
-            call()
+        self._durable(unit)
         for task, value, failure in results:
             if failure is None:
                 task.future.set_result(value)
             else:
                 task.future.set_exception(failure)
         return True
+
+    def _durable(self, unit: Unit) -> None:
+        """Tell everybody of what is durable now."""
+        if self._trouble:
+            log.warning("the ledger is written again")
+        self._trouble = ""
+        if not self._uncertain:
+            self._on_commit(unit)
+        for call in unit.after_commit:
+            call()
+        if self._uncertain:  # after the calls, for what is read again holds what they would add
+            self._uncertain = not self._recovered()
 
     def _recovered(self) -> bool:
         """Whether what is durable could be read again; tried after each commit until it can."""

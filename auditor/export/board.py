@@ -9,8 +9,9 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Final
 
 from auditor.judge import Verdict
@@ -20,6 +21,7 @@ from auditor.storage.rows import StepRow, Totals
 from auditor.storage.unit import Counter, Counts, Unit
 
 _INCOMPLETE_STEPS: Final = 1000
+_MANY: Final = 1 << 62
 # A counter that first appears at 5 has never increased, and Prometheus may still know its old value: one that comes
 # back is shown as 0 for longer than the usual minute between two scrapes.
 _SHOWN_AS_ZERO_S: Final = 75.0
@@ -40,11 +42,15 @@ class Snapshot:
 
 
 class Board:
-    """Thread-safe; written by the ledger's writer, read by scrapes. steady: seconds by a clock that never jumps."""
+    """Thread-safe; written by the ledger's writer, read by scrapes.
 
-    def __init__(self, steady: Callable[[], float] = time.monotonic) -> None:
+    shown_runs: a scrape has so many runs at most, those that were heard of last: until the others have left
+    (`auditor.export.leaving`) they wait out of sight. steady: seconds by a clock that never jumps.
+    """
+
+    def __init__(self, steady: Callable[[], float] = time.monotonic, shown_runs: int = _MANY) -> None:
         self._lock = threading.Lock()
-        self._steady = steady
+        self._steady, self._shown_runs = steady, shown_runs
         # run (empty: of no run) → its counters
         self._counters: dict[str, dict[Counter, float]] = {}
         self._returned: dict[str, float] = {}
@@ -58,8 +64,8 @@ class Board:
     @classmethod
     def rebuilt(cls, counters: Counts, reader: Reader, runs: int) -> "Board":
         """The board as the ledger has it. runs: how many of the last active ones get gauges."""
-        board = cls()
-        board.replace_counters(counters)
+        board = cls(shown_runs=runs)
+        board._add(counters)
         shown = {run.run_id for run in reader.runs(runs)} & set(board._counters)
         for run_id in shown:
             last = reader.last_complete_step(run_id)
@@ -81,11 +87,18 @@ class Board:
                 self._drop(run_id)
             self._add(unit.counts)
 
-    def replace_counters(self, counts: Counts) -> None:
-        """Take every counter as the ledger has it, where it is not known what became durable."""
+    def rebuild(self, counters: Counts, reader: Reader) -> None:
+        """Take everything as the ledger has it, where it is not known what became durable."""
+        fresh = Board.rebuilt(counters, reader, self._shown_runs)
         with self._lock:
-            self._counters = {}
-            self._add(counts)
+            self._counters, self._last_complete = fresh._counters, fresh._last_complete
+            self._sides, self._waiting = fresh._sides, fresh._waiting
+            self._heard = {run: max(at, self._heard.get(run, -math.inf)) for run, at in fresh._heard.items()}
+
+    def counters_of(self, runs: Collection[str]) -> dict[str, list[Counter]]:
+        """The names of all counters of these runs."""
+        with self._lock:
+            return {run_id: list(self._counters.get(run_id, ())) for run_id in runs}
 
     def run_returned(self, run_id: str) -> None:
         """Take in that a run which had left reports again."""
@@ -120,16 +133,26 @@ class Board:
             now = self._steady()
             self._returned = {run: at for run, at in self._returned.items() if now - at < _SHOWN_AS_ZERO_S}
             counters: dict[Counter, float] = {}
+            shown = self._shown()
             for run_id, counted in self._counters.items():
-                counters.update(dict.fromkeys(counted, 0.0) if run_id in self._returned else counted)
+                if run_id in shown:
+                    counters.update(dict.fromkeys(counted, 0.0) if run_id in self._returned else counted)
+            waiting = {name: steps for name, steps in self._waiting.items() if name[0] in shown}
+            sides = {name: heard for name, heard in self._sides.items() if name[0] in shown}
             overdue = {
-                (run_id, side): sum(
-                    count for step, count in steps.items() if step < self._sides.get((run_id, side), (0, 0.0))[0]
-                )
-                for (run_id, side), steps in self._waiting.items()
+                name: sum(count for step, count in steps.items() if step < sides.get(name, (0, 0.0))[0])
+                for name, steps in waiting.items()
             }
-            missing = {name: sum(steps.values()) for name, steps in self._waiting.items()}
-            return Snapshot(counters, dict(self._last_complete), dict(self._sides), missing, overdue)
+            missing = {name: sum(steps.values()) for name, steps in waiting.items()}
+            last = {run_id: row for run_id, row in self._last_complete.items() if run_id in shown}
+            return Snapshot(counters, last, sides, missing, overdue)
+
+    def _shown(self) -> set[str]:
+        """The runs that a scrape has, and the empty name, under which stands what is of no run."""
+        names = {*self._counters, *self._last_complete, *(run_id for run_id, _ in self._waiting)} - {""}
+        if len(names) > self._shown_runs:
+            names = set(nlargest(self._shown_runs, names, lambda run: (self._heard.get(run, -math.inf), run)))
+        return {*names, ""}
 
     def _add(self, counts: Counts) -> None:
         for key, value in counts.items():

@@ -7,15 +7,17 @@ then counts what is new and nothing old; and a restart of the auditor changes no
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Literal
+from typing import Final, Literal
 
 from auditor.export.board import Board
 from auditor.storage.unit import Unit
 from auditor.writer import Writer
 
 log = logging.getLogger(__name__)
+# Runs a transaction: records wait for it.
+_AT_ONCE: Final = 200
 Reason = Literal["silent", "crowded"]
 
 
@@ -38,11 +40,13 @@ class Leaving:
         rest = sorted((silent_s, run_id) for run_id, silent_s in silences.items() if silent_s <= self._idle_s)
         self._end("crowded", [run_id for _, run_id in rest[self._most :]])
 
-    def _end(self, reason: Reason, runs: Collection[str]) -> None:
+    def _end(self, reason: Reason, runs: Sequence[str]) -> None:
         if not runs:
             return
-        least_s = self._idle_s if reason == "silent" else 0.0
-        ended = self._writer.submit(partial(self._end_counters, runs=runs, least_s=least_s), block=True).result()
+        least_s, ended = self._idle_s if reason == "silent" else 0.0, 0
+        for first in range(0, len(runs), _AT_ONCE):
+            work = partial(self._end_counters, runs=runs[first : first + _AT_ONCE], least_s=least_s)
+            ended += self._writer.submit(work, block=True).result()
         self._on_left(reason, ended)
         log.info("%d runs leave /metrics (%s)", ended, reason)
 
@@ -51,5 +55,5 @@ class Leaving:
         silences = self._board.silences()
         ended = [run for run in runs if silences.get(run, math.inf) >= least_s and unit.last_heard(run) != unit.now]
         if ended:
-            unit.end_counters(ended)
+            unit.end_counters(self._board.counters_of(ended))
         return len(ended)

@@ -8,7 +8,7 @@ from auditor import codec
 from auditor.errors import LimitError, RecordError
 from auditor.pipeline import Incoming, Refused
 from auditor.proto import audit_pb2 as pb
-from auditor.records import Record, RolloutRecord, Side
+from auditor.records import Record, RolloutRecord, Side, TrainerRecord
 
 # A URL cannot carry `.` or `..`: nobody could read what has such a name.
 _NAME: Final = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:@+=-]+")
@@ -116,6 +116,7 @@ def _check_digests(record: Record) -> None:
         ("weight_digest", record.weight_digest),
         ("contract_digest", record.contract_digest),
         ("environment.digest", record.environment.digest),
+        ("tokens_digest", record.tokens_digest if isinstance(record, TrainerRecord) else ""),
         ("positions.rope_digest", record.positions.rope_digest),
         ("positions.ids_digest", record.positions.ids_digest),
         *(("layer_digests", digest) for digest in record.layer_digests),

@@ -16,6 +16,7 @@ from auditor.records import Record, SampleKey, Side
 _BYTES: Final = 64 << 20
 # What a sample takes beside its arrays: a dozen objects.
 _OBJECTS: Final = 4096
+_LONG_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,15 @@ class Half:
 class Halves:
     """Used by the ledger's writer alone.
 
-    limit_bytes: beyond it the longest kept are forgotten, and read from the ledger when their other side comes.
+    limit_bytes: beyond it nothing is taken in, and it is read from the ledger when its other side comes: a step's
+    samples come in one order from both sides, so what is kept longest is asked for next. Only what has been here for
+    long makes room, for its other side may never come.
     """
 
     def __init__(self, limit_bytes: int = _BYTES) -> None:
         self._limit, self._bytes = limit_bytes, 0
-        self._kept: OrderedDict[SampleKey, tuple[int, Half]] = OrderedDict()
+        # size, Unix seconds by the ledger's clock, and what is kept
+        self._kept: OrderedDict[SampleKey, tuple[int, float, Half]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -67,28 +71,35 @@ class Halves:
     def held(self, key: SampleKey) -> Mapping[Side, Held] | None:
         """What is stored of a sample; None where that is not known here."""
         found = self._kept.get(key)
-        return None if found is None else {found[1].side: found[1].held}
+        return None if found is None else {found[2].side: found[2].held}
 
     def judgement(self, key: SampleKey) -> Judgement | None:
         """The present judgement; None where it is not known here."""
         found = self._kept.get(key)
-        return None if found is None else found[1].judgement
+        return None if found is None else found[2].judgement
 
-    def keep(self, key: SampleKey, side: Side, held: Held, judgement: Judgement) -> None:
-        """Keep one side, durable by now, without its bytes. Of one that is not decoded nothing is kept."""
+    def keep(self, key: SampleKey, side: Side, held: Held, judgement: Judgement, now: float) -> None:
+        """Keep one side, durable by now, without its bytes. Of one that is not decoded nothing is kept.
+
+        now: Unix seconds by the ledger's clock.
+        """
         self.forget(key)
-        if held.record is None:
+        if held.record is None or held.payload is None:
             return
-        size = _size(held.record)
-        self._kept[key] = size, Half(side, Held(held.digest, None, held.record), judgement)
-        self._bytes += size
-        while self._bytes > self._limit:
-            self.forget(next(iter(self._kept)))
+        size = _size(held.record, held.payload)
+        while self._kept and self._bytes + size > self._limit:
+            oldest, (_, since, _) = next(iter(self._kept.items()))
+            if now - since < _LONG_S:
+                return
+            self.forget(oldest)
+        if size <= self._limit:
+            self._kept[key] = size, now, Half(side, Held(held.digest, None, held.record), judgement)
+            self._bytes += size
 
     def forget(self, key: SampleKey) -> None:
         """It waits no more, or for something else."""
-        size, _ = self._kept.pop(key, (0, None))
-        self._bytes -= size
+        if (found := self._kept.pop(key, None)) is not None:
+            self._bytes -= found[0]
 
     def clear(self) -> None:
         """Nothing is known any more."""
@@ -96,6 +107,8 @@ class Halves:
         self._bytes = 0
 
 
-def _size(record: Record) -> int:
-    arrays = (record.tokens, record.logprobs, record.mask, record.routed_experts)
-    return _OBJECTS + sum(array.nbytes for array in arrays if array is not None)
+def _size(record: Record, payload: bytes) -> int:
+    """Bytes in memory, at most. An array takes there what it takes on the wire, and a mask eight times that, which is a
+    quarter of the log-probabilities beside it; a digest less than twice; but the end of a shard 36 for one.
+    """
+    return _OBJECTS + 2 * len(payload) + 36 * len(record.layout.vocab_shards)

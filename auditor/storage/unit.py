@@ -84,12 +84,14 @@ class Unit:
         query = "SELECT 1 FROM counters WHERE name = ? AND labels = ?"
         return counted or bool(self._database.all(query, (name, _text(labels))))
 
-    def end_counters(self, runs: Collection[str]) -> None:
-        """Forget the counters of runs that leave the exposition; what is counted of them from here on starts at 0."""
-        rows = self._database.all("SELECT name, labels FROM counters")
-        ended = [row for row in rows if dict(labels_of(row[1])).get("run_id") in runs]
+    def end_counters(self, counters: Mapping[str, Collection[Counter]]) -> None:
+        """Forget the counters of runs that leave the exposition; what is counted of them from here on starts at 0.
+
+        counters: by run, all that there are.
+        """
+        ended = [(name, _text(dict(labels))) for of_run in counters.values() for name, labels in of_run]
         self._database.many("DELETE FROM counters WHERE name = ? AND labels = ?", ended)
-        self.left.update(runs)
+        self.left.update(counters)
 
     def held(self, key: SampleKey) -> Mapping[Side, Held]:
         """What is stored of a sample, by side; where this transaction completed it, without its content."""
@@ -215,7 +217,7 @@ class Unit:
             held = self._held.get(key, {})
             if judgement.verdict is Verdict.PENDING and len(held) == 1:
                 ((side, one),) = held.items()
-                self._halves.keep(key, side, one, judgement)
+                self._halves.keep(key, side, one, judgement, self.now)
             else:
                 self._halves.forget(key)
 

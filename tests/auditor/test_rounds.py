@@ -101,6 +101,9 @@ def run_rounds(root: Path, folder: Path, rounds: int, database: PostgresServer |
         assert {found[f'auditor_mismatched_tokens_total{{run_id="run",side="{side}"}}'] for side in SIDES} == {rounds}
         for side in ("rollout", "trainer"):
             assert metrics[f'auditor_records_total{{outcome="accepted",run_id="run",side="{side}"}}'] == samples
+            waits = [metrics[f'auditor_{name}_pairs{{run_id="run",side="{side}"}}'] for name in ("missing", "overdue")]
+            assert waits == [0, 0], "whatever became of an answer to a commit"
+        assert metrics['auditor_step{run_id="run"}'] == rounds - 1
         assert auditor.stop() == 0
         reader = open_database(database.url if database else str(auditor.ledger), writer=False)
         searched = reader.all("SELECT sample_id FROM verdicts WHERE body LIKE ?", ('%"cause": "searching"%',))

@@ -34,6 +34,11 @@ def test_the_first_of_each_step_are_taken() -> None:
     assert [policy.wants(candidate(i, step)) for step in (0, 1) for i in range(4)] == [True, True, False, False] * 2
 
 
+def test_asked_again_of_a_sample_the_answer_is_the_same_and_nobody_loses_a_place() -> None:
+    policy = FirstOfStep(2)
+    assert [policy.wants(candidate(i)) for i in (0, 0, 0, 1, 2, 0, 2)] == [True, True, True, True, False, True, False]
+
+
 def test_strata_are_engines_and_lengths() -> None:
     policy = FirstOfStep(1, stratified=True)
     drawn = [("a", 10), ("a", 12), ("b", 10), ("a", 100), ("b", 11), ("b", 100)]

@@ -101,6 +101,12 @@ def _admit_one(message: pb.Record, limits: Limits | None = None) -> Incoming | R
     return item
 
 
+def _with_tokens_digest(digest: str) -> pb.Record:
+    message = codec.to_wire(replace(pair()[1], tokens=None))
+    message.trainer.tokens_digest = digest
+    return message
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
@@ -116,6 +122,7 @@ def _admit_one(message: pb.Record, limits: Limits | None = None) -> Incoming | R
         (lambda m: setattr(m.rollout.common, "sample_id", "."), "bad_name"),
         (lambda m: setattr(m.rollout.common, "sample_id", "x" * 129), "bad_name"),
         (lambda m: setattr(m.rollout.common, "weight_digest", "zz"), "bad_digest"),
+        (lambda m: m.CopyFrom(_with_tokens_digest("no digest " * 9)), "bad_digest"),
         (lambda m: setattr(m.rollout.common.sampling, "temperature", 0.0), "bad_sampling"),
         (lambda m: setattr(m.rollout.common.sampling, "temperature", float("nan")), "bad_sampling"),
         (lambda m: setattr(m.rollout.common.sampling, "top_p", 0.0), "bad_sampling"),
