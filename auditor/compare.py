@@ -84,7 +84,15 @@ def _equal(values: Logprobs) -> Comparison:
     nonfinite = drift.nonfinite
     nans = int(np.isnan(values).sum()) if nonfinite else 0
     return Comparison(
-        difference=Difference(values.size, 0, None, 0.0, 0, nans, nans),
+        difference=Difference(
+            compared=values.size,
+            differing=0,
+            first_index=None,
+            max_abs=0.0 if nonfinite < values.size else None,
+            max_ulp=0 if nans < values.size else None,
+            nan_left=nans,
+            nan_right=nans,
+        ),
         first_index=None,
         first_bits=None,
         positions=np.empty(0, np.int64),

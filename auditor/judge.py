@@ -67,7 +67,8 @@ class Judgement:
     cause, causes: the likeliest cause and all suggestions, with score and evidence; `searching` until the search is
     over, `unknown` where it found none, `undiagnosed` where enough samples of the step had been looked into.
     missing: the side that has not reported, while pending. condition, field, rollout_value, trainer_value: of the
-    precondition that failed. compared … nonfinite_trainer: of the pair, see `Comparison`; bit patterns in hex.
+    precondition that failed. compared … nonfinite_trainer: of the pair, see `Comparison`; bit patterns in hex. max_abs,
+    max_ulp: None where no pair of values has one (ledgers of earlier programs hold 0 there).
     rollout_differing, trainer_differing: tokens that differ from the reference; reference_differing: on either side.
     reference_error: code and reason. layers: of which a side reported digests. first_layer: where both sides report
     them, the first layer that differs, or `layers` where only what comes behind the last one does.
@@ -88,8 +89,8 @@ class Judgement:
     first_index: int | None = None
     rollout_bits: str = ""
     trainer_bits: str = ""
-    max_abs: float = 0.0
-    max_ulp: int = 0
+    max_abs: float | None = None
+    max_ulp: int | None = None
     nonfinite_rollout: int = 0
     nonfinite_trainer: int = 0
     same_arithmetic: bool = True

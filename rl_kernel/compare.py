@@ -21,16 +21,16 @@ class Difference:
     """The outcome of one comparison.
 
     first_index: flat index of the first differing value, or None.
-    max_abs: largest |a-b| over values where both are finite; 0.0 where there is none.
-    max_ulp: largest distance in units of the last place over non-NaN values, see `ulp_distance`.
+    max_abs: largest |a-b| over values where both are finite; None where there is none.
+    max_ulp: largest distance in units of the last place over non-NaN values, see `ulp_distance`; None likewise.
     nan_left, nan_right: NaNs on each side.
     """
 
     compared: int
     differing: int
     first_index: int | None
-    max_abs: float
-    max_ulp: int
+    max_abs: float | None
+    max_ulp: int | None
     nan_left: int
     nan_right: int
 
@@ -38,6 +38,11 @@ class Difference:
     def equal(self) -> bool:
         """True if something was compared and not one bit differs."""
         return self.compared > 0 and self.differing == 0
+
+    @property
+    def largest(self) -> str:
+        """`max_abs` for a message: nothing finite is not a difference of 0."""
+        return "unknown, for no pair is finite" if self.max_abs is None else f"{self.max_abs:.3g}"
 
 
 def compare_bits(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Difference:
@@ -55,8 +60,8 @@ def compare_bits(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Difference:
         compared=a.size,
         differing=int(differs.sum()),
         first_index=int(differs.argmax()) if differs.any() else None,
-        max_abs=float(np.abs(a_value[finite] - b_value[finite]).max()) if finite.any() else 0.0,
-        max_ulp=int(ulp_distance(a[numbers], b[numbers]).max(initial=0)),
+        max_abs=float(np.abs(a_value[finite] - b_value[finite]).max()) if finite.any() else None,
+        max_ulp=int(ulp_distance(a[numbers], b[numbers]).max()) if numbers.any() else None,
         nan_left=int(a_nan.sum()),
         nan_right=int(b_nan.sum()),
     )

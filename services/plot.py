@@ -1,5 +1,6 @@
 """The run as a figure: tokens that are equal and that differ, and the largest difference, of each step."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +15,9 @@ def write_plot(
     steps: Sequence[int],
     mismatched: Sequence[int],
     compared: Sequence[int],
-    max_abs: Sequence[float],
+    max_abs: Sequence[float | None],
 ) -> None:
-    """Write a PNG. mismatched, compared: tokens of each step. max_abs: largest |Δlogp| of each step."""
+    """Write a PNG. mismatched, compared: tokens of each step. max_abs: largest |Δlogp| of each step, if any."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -27,9 +28,10 @@ def write_plot(
     upper.set_ylabel("tokens compared")
     upper.set_ylim(0, max(compared, default=0) * 1.25 or 1)  # room for the legend
     upper.legend(ncols=2, loc="upper right", frameon=False)
-    lower.plot(steps, max_abs, "o-", color="tab:blue")
+    known = [math.nan if value is None else value for value in max_abs]  # a gap
+    lower.plot(steps, known, "o-", color="tab:blue")
     lower.set_ylabel("max |Δ logprob|")
-    lower.set_ylim(0, max(max_abs, default=0.0) * 1.15 or 1.0)
+    lower.set_ylim(0, max((value or 0.0 for value in max_abs), default=0.0) * 1.15 or 1.0)
     if not any(mismatched):
         # A line on the axis looks like a figure that nothing was drawn in.
         said = f"0 of {sum(compared)} tokens differ" if any(compared) else "nothing was compared"

@@ -91,6 +91,8 @@ def counts(table: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {name}" for name, n in sorted(table.items()) if n) or "–"
 
 
-def difference(value: float) -> str:
-    """A difference of log-probabilities; an exact zero is written as `0`."""
+def difference(value: float | None) -> str:
+    """A difference of log-probabilities; an exact zero is written as `0`, nothing to take it of as a dash."""
+    if value is None:
+        return "–"
     return "0" if value == 0 else f"{value:.3g}"

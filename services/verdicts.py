@@ -20,14 +20,15 @@ _CAUSES_SECONDS = 60.0
 class Verdicts:
     """Counts of one step, or of a whole run.
 
-    max_abs: largest |trainer - rollout| logprob. recomputed_mismatched: recomputed tokens on which at least
-    one side differs from the reference. queued: samples that wait to be recomputed. by_verdict and so on: samples.
+    max_abs: largest |trainer - rollout| logprob, None where no two were finite. recomputed_mismatched: recomputed
+    tokens on which at least one side differs from the reference. queued: samples that wait to be recomputed.
+    by_verdict and so on: samples.
     """
 
     samples: int = 0
     compared_tokens: int = 0
     mismatched_tokens: int = 0
-    max_abs: float = 0.0
+    max_abs: float | None = None
     recomputed_tokens: int = 0
     recomputed_mismatched: int = 0
     queued: int = 0
@@ -70,8 +71,7 @@ class Verdicts:
     @classmethod
     def from_json(cls, counts: Mapping[str, Any]) -> "Verdicts":
         """From a run or a step as the API writes them."""
-        known = {f.name: counts[f.name] for f in fields(cls)}
-        return cls(**{**known, "max_abs": known["max_abs"] or 0.0})
+        return cls(**{f.name: counts[f.name] for f in fields(cls)})
 
 
 class AuditorApi:

@@ -31,7 +31,7 @@ class Counts(BaseModel):
 
     mismatched_tokens: between the sides. recomputed_mismatched: recomputed tokens on which at least one side differs
     from the reference; rollout_mismatched, trainer_mismatched: by side. queued: samples that wait for the reference.
-    missing: samples that wait for a side. max_abs, drift: None where nothing was compared.
+    missing: samples that wait for a side. max_abs, max_ulp, drift: None where no two finite values were compared.
     """
 
     samples: int
@@ -40,7 +40,7 @@ class Counts(BaseModel):
     explained_tokens: int
     nonfinite_tokens: int
     max_abs: float | None
-    max_ulp: int
+    max_ulp: int | None
     recomputed_tokens: int
     recomputed_mismatched: int
     rollout_mismatched: int
@@ -122,8 +122,8 @@ class Capsule(BaseModel):
     compared: int
     differing: int
     first_index: int | None
-    max_abs: float
-    max_ulp: int
+    max_abs: float | None
+    max_ulp: int | None
     weight_version: int
 
 
@@ -193,7 +193,8 @@ def counts(totals: Totals) -> dict[str, Any]:
         "explained_tokens": totals.explained_tokens,
         "nonfinite_tokens": totals.nonfinite_tokens,
         "max_abs": drift["max_abs_diff"],
-        "max_ulp": totals.max_ulp,
+        # Two different infinities are apart too; nothing at all is not apart by 0.
+        "max_ulp": totals.max_ulp if totals.max_ulp or totals.drift.tokens else None,
         "recomputed_tokens": totals.recomputed_tokens,
         "recomputed_mismatched": totals.reference_differing,
         "rollout_mismatched": totals.rollout_differing,

@@ -14,6 +14,7 @@ Exit code 0 where every replayed side agrees with the reference, 1 where one dif
 """
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -30,7 +31,7 @@ from auditor.records import SIDES, Record
 from auditor.replay.causes import search
 from auditor.replay.changed import Make, changed
 from auditor.replay.engines import OURS, load_ops
-from auditor.replay.report import OUTSIDE, Match, Question, distance_between, lines, match, replay
+from auditor.replay.report import OUTSIDE, Match, Question, apart, distance_between, lines, match, replay
 from auditor.weights_place import WeightsPlace
 from rl_kernel.compare import compare_bits
 from rl_kernel.errors import RlKernelError
@@ -98,7 +99,9 @@ def _side(capsule: Capsule, models: Models, record: Record, ops: str, out: Path 
     name, make = _nearest(question, record, away) if ops == "auto" else (ops, _loaded(question, ops))
     _tell_reported(capsule, record, decoder.config.layers)
     if make is None:
-        print(f"{record.side}: no ops of ours come nearer to the reported values than the reference, {away:.3g} away")
+        print(
+            f"{record.side}: no ops of ours come nearer to the reported values than the reference, {apart(away)} away"
+        )
         print(f"{record.side}: {OUTSIDE}")
         return 1
     replayed = replay(question, record, make)
@@ -120,11 +123,12 @@ def _tokens(capsule: Capsule, record: Record) -> np.ndarray:
     return capsule.rollout.tokens
 
 
-def _nearest(question: Question, record: Record, away: float) -> tuple[str, Make | None]:
+def _nearest(question: Question, record: Record, away: float | None) -> tuple[str, Make | None]:
     """Name and maker of the ops that give the reported bits or come nearest; ConfigError where none runs here.
 
-    Whole engines of ours first, then the reference with one op changed. away: the reference's distance. Where none
-    comes much nearer: the strict ones, or None where they do not run here.
+    Whole engines of ours first, then the reference with one op changed. away: the reference's distance; None, where
+    no two values are finite, tells of none which is nearer. Where none comes much nearer: the strict ones, or None
+    where they do not run here.
     """
     found: Tried = {}
     refused: list[str] = []
@@ -141,12 +145,13 @@ def _nearest(question: Question, record: Record, away: float) -> tuple[str, Make
         print(f"{record.side}: {reason}")
     if not found:
         raise ConfigError("none of our engines' ops runs here; name ops with --rollout-ops and --trainer-ops")
-    if min(one.distance for one, _ in found.values()) > _ITS_OWN * away:
+    if away is not None and min(one.away for one, _ in found.values()) > _ITS_OWN * away:
         _try_changes(question, record, found, away)
-    near = [name for name, (one, _) in found.items() if one.unlike == 0 or one.distance <= _MUCH_NEARER * away]
+    limit = -math.inf if away is None else _MUCH_NEARER * away
+    near = [name for name, (one, _) in found.items() if one.unlike == 0 or one.away <= limit]
     if not near:
         return "strict", found["strict"][1] if "strict" in found else None
-    best = min(near, key=lambda each: (found[each][0].unlike > 0, found[each][0].distance))
+    best = min(near, key=lambda each: (found[each][0].unlike > 0, found[each][0].away))
     return best, found[best][1]
 
 

@@ -1,5 +1,6 @@
 """What a replay finds on one side: does it reproduce, which op is the first to differ, which swap removes it."""
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -12,7 +13,7 @@ from auditor.replay.watch import OPS, Call, Mixed, Tensors, Watched, first_diffe
 from rl_kernel.compare import compare_bits
 from rl_kernel.reference.model import Decoder
 
-OUTSIDE: Final = "so the fault lies outside these ops: in weights, tokens, positions, cache or the engine"
+OUTSIDE: Final = "so the fault lies outside these ops: in weights, tokens, positions, sampling, cache or the engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,16 @@ class Replayed:
     """One side.
 
     unlike: reported values that the given ops do not give bit by bit; distance: their mean |Δ| from the reported ones,
-    over finite values; reference_distance: the same of the reference. differing: tokens that differ from the
-    reference under these ops. call: the first to differ on equal inputs, with what it took and gave; None: there is
-    none. expected: the reference's output of that call. swaps: tokens that still differ with one op swapped, by op;
+    over values that are finite on both sides, None where none is; reference_distance: the same of the reference.
+    differing: tokens that differ from the reference under these ops. call: the first to differ on equal inputs, with
+    what it took and gave; None: there is none. expected: the reference's output of that call. swaps: tokens that still
+    differ with one op swapped, by op;
     together: where no single swap is enough, the ops that must all be swapped.
     """
 
     unlike: int
-    distance: float
-    reference_distance: float
+    distance: float | None
+    reference_distance: float | None
     differing: int
     call: Call | None
     tensors: Tensors | None
@@ -58,10 +60,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How near ops come to what a side reported: values that they do not give bit by bit, and the mean |Δ|."""
+    """How near ops come to what a side reported: values that they do not give bit by bit, and the mean |Δ|, if any."""
 
     unlike: int
-    distance: float
+    distance: float | None
+
+    @property
+    def away(self) -> float:
+        """The distance to compare by: what cannot be compared is as far as anything."""
+        return math.inf if self.distance is None else self.distance
 
 
 def match(question: Question, record: Record, make_ops: Callable[[], object]) -> Match:
@@ -101,8 +108,8 @@ def lines(side: str, name: str, replayed: Replayed) -> Iterator[str]:
     told = (
         "reproduce the reported bits"
         if replayed.reproduced
-        else f"do NOT give {replayed.unlike} reported values, from which they are {replayed.distance:.3g} away in the"
-        f" mean (the reference {replayed.reference_distance:.3g})"
+        else f"do NOT give {replayed.unlike} reported values, from which they are {apart(replayed.distance)} away in"
+        f" the mean (the reference {apart(replayed.reference_distance)})"
     )
     yield f"{side}: the ops {name} {told}; {replayed.differing} tokens differ from the reference"
     if replayed.call is None:
@@ -117,8 +124,8 @@ def lines(side: str, name: str, replayed: Replayed) -> Iterator[str]:
     difference = compare_bits(replayed.tensors.output, replayed.expected.output)
     yield (
         f"{side}: first to differ on equal inputs: {replayed.call.op} at {replayed.call.name},"
-        f" {difference.differing} of {difference.compared} values, by {difference.max_abs:.3g} and"
-        f" {difference.max_ulp} units of the last place at most"
+        f" {difference.differing} of {difference.compared} values, by {difference.largest}"
+        + ("" if difference.max_ulp is None else f" and {difference.max_ulp} units of the last place at most")
     )
     for op, left in replayed.swaps.items():
         verdict = "the difference is gone" if left == 0 else f"{left} tokens still differ"
@@ -127,10 +134,15 @@ def lines(side: str, name: str, replayed: Replayed) -> Iterator[str]:
         yield f"{side}: with the reference's {', '.join(replayed.together)} together: the difference is gone"
 
 
-def distance_between(found: Logprobs, reported: Logprobs) -> float:
-    """Their mean |Δ| over the values that are finite on both sides; 0 where none is."""
+def apart(distance: float | None) -> str:
+    """A mean |Δ| for a message: where no two values are finite it is not 0."""
+    return "not finitely" if distance is None else f"{distance:.3g}"
+
+
+def distance_between(found: Logprobs, reported: Logprobs) -> float | None:
+    """Their mean |Δ| over the values that are finite on both sides; None where none is."""
     finite = np.isfinite(found) & np.isfinite(reported)
-    return float(np.abs(found[finite].astype(np.float64) - reported[finite]).mean()) if finite.any() else 0.0
+    return float(np.abs(found[finite].astype(np.float64) - reported[finite]).mean()) if finite.any() else None
 
 
 def _left(question: Question, make_ops: Callable[[], object], truth: Logprobs, swapped: Collection[str]) -> int:

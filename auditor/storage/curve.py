@@ -15,6 +15,7 @@ _NUMBERS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("sum", ("reference_differing",)),
     ("sum", ("samples",)),
     ("sum", ("verdicts", "not_comparable")),
+    ("sum", ("drift", "tokens")),
     ("max", ("drift", "max_abs")),
 )
 
@@ -23,7 +24,7 @@ _NUMBERS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
 class CurvePoint:
     """Neighbouring steps as one point. incomplete: steps in which a sample waits for a side.
 
-    mismatched_tokens: of all of them; most_mismatched: of the worst. max_abs: None where nothing was compared.
+    mismatched_tokens: of all of them; most_mismatched: of the worst. max_abs: None where no two finite values were.
     """
 
     first_step: int
@@ -59,7 +60,7 @@ def read_curve(reader: Reader, run_id: str, first: int, last: int, points: int) 
 
 
 def _point(first: int, last: int, *numbers: float | None) -> CurvePoint:
-    *counts, max_abs = numbers
+    *counts, finite, max_abs = numbers
     steps, incomplete, compared, mismatched, worst, recomputed, differing, samples, not_comparable = (
         int(count or 0) for count in counts
     )
@@ -75,5 +76,5 @@ def _point(first: int, last: int, *numbers: float | None) -> CurvePoint:
         recomputed_mismatched=differing,
         samples=samples,
         not_comparable=not_comparable,
-        max_abs=max_abs if compared else None,
+        max_abs=max_abs if finite else None,
     )

@@ -140,7 +140,7 @@ def _of(judgement: Judgement, sign: int, samples: int = 0, drift: DriftSums = NO
         mismatched_tokens=0 if explained else differing,
         explained_tokens=differing if explained else 0,
         nonfinite_tokens=sign * (judgement.nonfinite_rollout + judgement.nonfinite_trainer),
-        max_ulp=judgement.max_ulp if gained else 0,
+        max_ulp=(judgement.max_ulp or 0) if gained else 0,
         references={judgement.reference.value: sign} if judgement.reference is not Reference.NOT_ASKED else {},
         recomputed_tokens=compared if judgement.reference is Reference.DONE else 0,
         rollout_differing=sign * judgement.rollout_differing,

@@ -206,7 +206,7 @@ def _worst_sample(http: str, run_id: str) -> tuple[int, str] | None:
     step = steps[-1]["step"]
     samples = _get(http, f"/runs/{run_id}/steps/{step}/samples?verdict=mismatch")["samples"]
     diagnosed = [sample for sample in samples if sample["judgement"]["causes"]]
-    worst = max(diagnosed or samples, key=lambda sample: sample["judgement"]["max_abs"])
+    worst = max(diagnosed or samples, key=lambda sample: sample["judgement"]["max_abs"] or 0.0)
     return step, worst["sample_id"]
 
 

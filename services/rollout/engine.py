@@ -215,7 +215,7 @@ class RolloutEngine:
         if not difference.equal:
             raise EvidenceError(
                 f"{self._options.engine_id}: {difference.differing} of {difference.compared} logprobs differ from the "
-                f"reference decoder's (max |Δ| {difference.max_abs:.3g}); strict mode needs equal bits"
+                f"reference decoder's (max |Δ| {difference.largest}); strict mode needs equal bits"
             )
         self._llm.reset_prefix_cache()
         self._llm.collective_rpc("reset_evidence")

@@ -65,6 +65,19 @@ def test_a_range_of_steps_is_cut_out(reader: Reader) -> None:
     assert [point.first_step for point in points] == [2, 3, 4]
 
 
+def test_a_step_of_nothing_finite_is_no_difference_of_0(tmp_path: Path) -> None:
+    where = str(tmp_path / "ledger.db")
+    ledger = Ledger(open_database(where, writer=True))
+    with ledger.transaction() as unit:
+        for step, finite in enumerate((0, 0, 3)):
+            drift = DriftSums(tokens=finite, nonfinite=4)
+            unit.add_to_step("run", step, Totals(samples=1, compared_tokens=4 + finite, drift=drift))
+    ledger.close()
+    reader = Reader(lambda: open_database(where, writer=False))
+    assert [point.max_abs for point in read_curve(reader, "run", 0, 9, 100)] == [None, None, 0.0]
+    assert [point.max_abs for point in read_curve(reader, "run", 0, 9, 1)] == [0.0]
+
+
 def test_a_run_that_is_not_there_is_an_error(reader: Reader) -> None:
     with pytest.raises(NotFoundError):
         read_curve(reader, "other", 0, LAST, 10)

@@ -1,5 +1,6 @@
 """Bits decide, the reference says which side; tables of every outcome."""
 
+import json
 import struct
 from dataclasses import replace
 
@@ -9,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from auditor.compare import ULP_EDGES, compare_logprobs
-from auditor.drift import drift_sums, statistics
+from auditor.drift import NOTHING, drift_sums, statistics
+from auditor.export.views import capsule_view, counts
 from auditor.judge import Faulty, Judgement, Reference, ReferenceLogprobs, Verdict, judge_pair, judge_with_reference
-from auditor.records import Environment
+from auditor.records import Environment, SampleKey
+from auditor.storage.rows import SampleRow, Totals, change
 from rl_kernel.compare import compare_bits, ulp_distance
 from rl_kernel.contract import ModelContract, Profile
 from tests.auditor.samples import CONTRACT, CONTRACTS, one_ulp_off, pair, with_logprobs
@@ -33,6 +36,27 @@ def test_minus_zero_is_not_plus_zero() -> None:
     rollout, trainer = pair()
     judged = judge_pair(with_logprobs(rollout, 3, 0.0), with_logprobs(trainer, 3, -0.0), CONTRACTS).judgement
     assert (judged.verdict, judged.differing, judged.max_abs) == (Verdict.MISMATCH, 1, 0.0)
+
+
+def change_of(judgement: Judgement) -> Totals:
+    return Totals.of(change(None, judgement, NOTHING))
+
+
+@pytest.mark.parametrize("trainers", [np.nan, np.inf, 0.0])
+def test_a_sample_without_two_finite_values_is_not_said_to_be_apart_by_0(trainers: float) -> None:
+    rollout, trainer = pair()
+    wrong = replace(rollout, logprobs=np.full_like(rollout.logprobs, np.nan))
+    other = replace(trainer, logprobs=np.full_like(trainer.logprobs, trainers))
+    judged = judge_pair(wrong, other, CONTRACTS).judgement
+    assert (judged.max_abs, judged.max_ulp) == (None, None)
+    same = judge_pair(wrong, replace(trainer, logprobs=wrong.logprobs), CONTRACTS).judgement
+    assert (same.verdict, same.max_abs, same.max_ulp) == (Verdict.MATCH, None, None)
+    row = SampleRow(SampleKey("run", 0, "0"), Judgement.from_json(json.loads(json.dumps(judged.to_json()))))
+    assert (capsule_view(row).max_abs, capsule_view(row).max_ulp) == (None, None)
+    totals = counts(change_of(judged))
+    assert (totals["max_abs"], totals["max_ulp"], totals["compared_tokens"]) == (None, None, 32)
+    older = {**judged.to_json(), "max_abs": 0.0, "max_ulp": 0}
+    assert change_of(Judgement.from_json(older)) == change_of(judged), "an older ledger no longer verifies"
 
 
 def test_a_nan_is_counted_and_never_becomes_zero() -> None:

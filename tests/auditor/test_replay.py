@@ -223,3 +223,16 @@ def test_tokens_that_a_trainer_did_not_send_are_not_guessed(
     other = replace(trainer, tokens=None, tokens_digest="ab" * 32)
     assert main([*frozen(tmp_path, rollout, other), "--weights-root", str(weights_root)]) == 2
     assert "was given other tokens than the rollout, and did not send them" in capsys.readouterr().err
+
+
+def test_a_trainer_without_a_finite_value_is_not_0_away_from_anything(
+    weights_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("auditor.replay.__main__.OURS", ("strict",))  # the others load engines
+    rollout, trainer = true_pair(weights_root, "a")
+    trainer = replace(trainer, logprobs=np.full_like(trainer.logprobs, np.nan))
+    arguments = frozen(tmp_path, rollout, trainer)[:1]
+    assert main([*arguments, "--weights-root", str(weights_root)]) == 1
+    said = capsys.readouterr().out
+    assert "trainer: the ops strict do NOT give 32 reported values, from which they are not finitely away" in said
+    assert "positions, sampling, cache or the engine" in said

@@ -39,6 +39,17 @@ def test_infinity_is_left_out_of_the_largest_difference_but_not_of_the_count() -
     assert (d.differing, d.max_abs) == (2, 0.5)
 
 
+def test_where_nothing_is_finite_there_is_no_largest_difference() -> None:
+    nan = compare_bits(f32(np.nan, 1.0), f32(2.0, np.nan))
+    assert (nan.differing, nan.max_abs, nan.max_ulp) == (2, None, None)
+    assert nan.largest == "unknown, for no pair is finite"
+    infinite = compare_bits(f32(np.inf), f32(-np.inf))
+    assert infinite.max_abs is None
+    assert infinite.max_ulp is not None
+    assert infinite.max_ulp > 0
+    assert compare_bits(f32(1.0), f32(1.5)).largest == "0.5"
+
+
 def test_bf16_patterns_are_compared_as_bf16() -> None:
     d = compare_bits(np.array([0x3F80, 0x4000], np.uint16), np.array([0x3F81, 0x4000], np.uint16))
     assert (d.differing, d.max_ulp, d.max_abs) == (1, 1, 2.0**-7)

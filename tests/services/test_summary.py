@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,12 @@ from services.summary import Summary
 from services.verdicts import Verdicts
 
 CLEAN = Verdicts(
-    samples=4, compared_tokens=9, recomputed_tokens=3, by_verdict={"match": 4}, by_reference={"done": 1, "not_asked": 3}
+    samples=4,
+    compared_tokens=9,
+    max_abs=0.0,
+    recomputed_tokens=3,
+    by_verdict={"match": 4},
+    by_reference={"done": 1, "not_asked": 3},
 )
 
 
@@ -233,3 +238,11 @@ def test_the_alert_is_the_rule_s_own_text_and_is_silent_about_other_runs():
     assert mismatch_alert(metrics, "r") == f"alert {NAME} ({SEVERITY}): {text}"
     assert rule["labels"]["severity"] == SEVERITY
     assert mismatch_alert(metrics, "silent") is None
+
+
+def test_a_step_of_nothing_finite_is_written_as_a_dash_and_not_as_no_difference(tmp_path):
+    counted = {**asdict(CLEAN), "max_abs": None, "mismatched_tokens": 9, "by_verdict": {"mismatch": 4}}
+    total = Verdicts.from_json(counted)
+    _summary(total=total, numerics="native").write(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["max_abs_diff"] is None
+    assert ("tokens that differ", "9 (max |Δlogp| –)") in _summary(total=total).rows()

@@ -31,7 +31,7 @@ function explanation(judgement) {
     case "match": return ` · ${whole(judgement.compared)} tokens, equal bits`;
     case "mismatch":
       return ` · wrong side: ${judgement.side} · ${whole(judgement.differing)} of ${whole(judgement.compared)} tokens differ, first at response token ${judgement.first_index ?? "–"}`
-        + ` (${judgement.rollout_bits} / ${judgement.trainer_bits}) · max |Δ| ${difference(judgement.max_abs)}, ${whole(judgement.max_ulp)} ULP`
+        + ` (${judgement.rollout_bits} / ${judgement.trainer_bits}) · max |Δ| ${difference(judgement.max_abs)}, ${judgement.max_ulp === null ? "–" : whole(judgement.max_ulp)} ULP`
         + (judgement.reference_error ? ` · the reference: ${judgement.reference_error}` : "");
     case "not_comparable":
       return ` · condition ${judgement.condition}: ${judgement.field} is ${judgement.rollout_value} for the rollout and ${judgement.trainer_value} for the trainer`;
