@@ -45,12 +45,14 @@ model: setup  ## SmolLM2-135M-Instruct in models/, which demo fetches by itself
 demo: setup  ## trains SmolLM2 with GRPO, audited while it runs; NUMERICS=native for the control group
 	@$(BIN)/python -m services.main --config $(CONFIG) --numerics $(NUMERICS)
 
-# Files that compute on one core or wait, WORKERS at a time; then those that want the whole machine, one by one.
+# Folders whose files compute on one core or wait, WORKERS at a time; then what wants the whole machine, one by one.
 WORKERS ?= 2
-SIDE_BY_SIDE := tests/auditor tests/rocm
+SIDE_BY_SIDE := tests/auditor tests/deploy tests/docs tests/rocm
+ALONE := tests/deploy/test_ray.py tests/deploy/test_tour.py
+REST := $(ALONE) $(filter-out $(SIDE_BY_SIDE),$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
 test: setup  ## all that needs no GPU
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SIDE_BY_SIDE); \
-	failed=$$?; $(BIN)/pytest $(SIDE_BY_SIDE:%=--ignore=%) && exit $$failed
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(SIDE_BY_SIDE) $(ALONE:%=--ignore=%); \
+	failed=$$?; $(BIN)/pytest $(REST) && exit $$failed
 
 test-soak: setup  ## hundreds of kills, images built from nothing: what takes too long for every change
 	$(BIN)/pytest -m soak
