@@ -219,12 +219,23 @@ def statistics(sums: DriftSums) -> DriftStatistics:
 def _pearson(sums: DriftSums) -> float | None:
     """None where a side does not vary: a correlation with a constant is not zero, it is undefined."""
     n = sums.tokens
-    rollout = sums.rollout_squared - sums.rollout * sums.rollout / n
-    trainer = sums.trainer_squared - sums.trainer * sums.trainer / n
-    if rollout <= 0.0 or trainer <= 0.0:
+    rollout = _spread(sums.rollout, sums.rollout_squared, n)
+    trainer = _spread(sums.trainer, sums.trainer_squared, n)
+    if rollout is None or trainer is None:
         return None
     covariance = sums.product - sums.rollout * sums.trainer / n
     return max(-1.0, min(1.0, covariance / math.sqrt(rollout * trainer)))
+
+
+def _spread(total: float, squared: float, n: int) -> float | None:
+    """The variance of n values, times n, from their sum and that of their squares; None where rounding may be all of it.
+
+    For n values c, in whatever order they were added, with u = 2⁻⁵³ and γ = (n−1)u to first order: squares of fp32 are
+    exact in float64, so squared = nc²(1+a) with |a| ≤ γ, and total = nc(1+b) with |b| ≤ γ, so total²/n as computed is
+    nc²(1+b)²(1+2u). They are apart by (3γ + 2u) nc² ≤ 3nu nc² at most; 4nu has room for what is not of first order.
+    """
+    spread = squared - total * total / n
+    return spread if spread > 4.0 * n * 2.0**-53 * squared else None
 
 
 def _root(variance: float) -> float:

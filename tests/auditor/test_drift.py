@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from auditor.drift import DriftStatistics, DriftSums, drift_sums, statistics
+from tests.auditor.processes import REPOSITORY
 
 
 def of(rollout: list[float], trainer: list[float], active: list[bool] | None = None) -> DriftStatistics:
@@ -91,6 +92,27 @@ def test_nothing_compared_is_none_and_never_zero() -> None:
         assert values.pop("tokens") == 0
         assert values.pop("nonfinite") == 0
         assert set(values.values()) == {None}
+
+
+@pytest.mark.parametrize("n", [2, 3, 19, 100, 5000])
+def test_a_constant_side_has_no_correlation_whatever_its_sums_round_to(n: int) -> None:
+    varying = [-0.001 * i for i in range(n)]
+    for tenth in range(1, 100):
+        constant = [-tenth / 10] * n
+        parts = [sums(constant[at : at + 7], varying[at : at + 7]) for at in range(0, n, 7)]
+        for counted in (sums(constant, varying), DriftSums.of(parts)):
+            assert statistics(counted).pearson is None, (constant[0], n)
+            assert counted == DriftSums.from_json(counted.to_json())
+
+
+def test_a_side_that_varies_by_a_millionth_has_a_correlation() -> None:
+    assert of([-0.300001, -0.3] * 500, [-1.0, -2.0] * 500).pearson == pytest.approx(-1.0, abs=1e-3)
+
+
+def test_nemo_rls_gen_kl_error_stands_beside_what_it_is() -> None:
+    """calculate_kl(generation, prev) of its default type, which is k3 of prev − generation."""
+    (row,) = (line for line in (REPOSITORY / "docs/metrics.md").read_text().splitlines() if "`gen_kl_error`" in line)
+    assert row.startswith("| `k3` | mean of r − 1 − d |")
 
 
 def test_a_nan_is_counted_and_enters_no_mean() -> None:
