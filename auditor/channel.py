@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from auditor.bearer import bearer
+from auditor.errors import ConfigError
 from auditor.proto import audit_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _OPTIONS = (
 class Channel:
     """address: host:port of the auditor's gRPC. token: a bearer token or a function that gives the one in force.
 
-    credentials: for TLS; None speaks plain text. ConfigError: a token that no call carries.
+    credentials: for TLS; None speaks plain text. ConfigError: an address that is none, a token that no call carries.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Channel:
         token: str | Callable[[], str | None] | None,
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
+        require_host_port("address", address)
         if isinstance(token, str) and token:
             bearer(token)
         self._token = token if callable(token) else lambda: token
@@ -65,6 +67,13 @@ class Channel:
         except (OSError, ValueError) as error:  # ValueError: a file that is no UTF-8, and what no header can carry
             log.warning("the auditor's token cannot be read now: %s", error)
             return ()
+
+
+def require_host_port(name: str, address: str) -> None:
+    """ConfigError where it is no host:port: gRPC would look for it for ever."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(f"{name} {address!r} is no host:port, such as 127.0.0.1:50051")
 
 
 def pause_of(call: Any, least_s: float, most_s: float) -> float:

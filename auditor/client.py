@@ -54,7 +54,7 @@ class AuditClient:
     address: host:port of the auditor's gRPC. spool_dir: may be shared between clients. queue_size, queue_bytes: of what
     waits in memory. token: bearer token, where the auditor asks for one, or a function that gives the one in force.
     credentials: for TLS; None speaks plain text. spool_name: what logs call the folder instead of its path.
-    ConfigError: a bound below 0, a token that no call carries.
+    ConfigError: an address that is no host:port, a bound below 0, a token that no call carries.
     """
 
     def __init__(

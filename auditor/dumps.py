@@ -25,6 +25,8 @@ _NESTED: Final[Mapping[str, type]] = {
     "layout": Layout,
     "positions": Positions,
 }
+_PARQUET: Final = b"PAR1"
+_FIELD: Final = re.compile(r"'?(\w+)")
 _BITS: Final = re.compile(r"[0-9a-fA-F]{8}")
 # What a side does not say is unknown, and the auditor judges the sample not comparable.
 _UNKNOWN: Final[Mapping[str, Any]] = {
@@ -44,17 +46,37 @@ _UNKNOWN: Final[Mapping[str, Any]] = {
 _STATED: Final = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
-def read_dump(path: Path, defaults: Mapping[str, Any]) -> Iterator[Record]:
-    """Every record of a .jsonl, .json or .parquet file; RecordError names the row, or says that there is none."""
+def read_dump(path: Path, defaults: Mapping[str, Any], defaults_of: str = "the defaults") -> Iterator[Record]:
+    """Every record of a file of JSON lines, or of a Parquet file, by its name or its first bytes.
+
+    RecordError names the row, or `defaults_of` where what is wrong comes from there, or says that there is no row.
+    """
     number = 0
-    rows = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+    rows = _parquet(path) if _is_parquet(path) else _json_lines(path)
     for number, row in enumerate(rows, 1):
         try:
             yield record_of({**defaults, **row})
         except (RecordError, TypeError, ValueError, OverflowError) as error:
-            raise RecordError(f"{path}, row {number}: {error}") from None
+            where = defaults_of if _of_defaults(error, defaults, row) else f"{path}, row {number}"
+            raise RecordError(f"{where}: {error}") from None
     if number == 0:
         raise RecordError(f"{path} holds no row; it needs at least one record")
+
+
+def _is_parquet(path: Path) -> bool:
+    """Whatever else it is called: a line of JSON never begins so."""
+    if path.suffix.lower() == ".parquet":
+        return True
+    with path.open("rb") as file:
+        return file.read(len(_PARQUET)) == _PARQUET
+
+
+def _of_defaults(error: Exception, defaults: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether the field that the error begins with is theirs, and not the row's; a run's name is given elsewhere."""
+    field = _FIELD.match(str(error))
+    heads = {key.partition(".")[0] for key in row}
+    given = {key.partition(".")[0] for key in defaults}
+    return field is not None and field[1] in given - heads - {"run_id"}
 
 
 def record_of(row: Mapping[str, Any]) -> Record:

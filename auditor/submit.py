@@ -17,6 +17,7 @@ from typing import Any, Final
 import grpc
 
 from auditor.bearer import bearer
+from auditor.channel import require_host_port
 from auditor.client import AuditClient, Counts
 from auditor.command import end
 from auditor.dumps import read_dump
@@ -72,7 +73,7 @@ def _send_dump(given: argparse.Namespace) -> Counts:
     with tempfile.TemporaryDirectory() as spool:
         client = _client(given, given.run, Path(spool), _FOR_NOW)
         try:
-            error = _hand_in(client, given.file, defaults)
+            error = _hand_in(client, given.file, defaults, f"--defaults {given.defaults}")
             counts = client.close(given.timeout)
         except KeyboardInterrupt:
             client.close(0)  # its thread writes to a folder that goes now
@@ -83,10 +84,10 @@ def _send_dump(given: argparse.Namespace) -> Counts:
     return counts
 
 
-def _hand_in(client: AuditClient, dump: Path, defaults: dict[str, Any]) -> AuditorError | None:
+def _hand_in(client: AuditClient, dump: Path, defaults: dict[str, Any], defaults_of: str) -> AuditorError | None:
     """Every record of the dump, up to one that is wrong; what is wrong with it."""
     try:
-        for record in read_dump(dump, defaults):
+        for record in read_dump(dump, defaults, defaults_of):
             if isinstance(record, RolloutRecord):
                 client.submit_rollout(record)
             else:
@@ -97,9 +98,7 @@ def _hand_in(client: AuditClient, dump: Path, defaults: dict[str, Any]) -> Audit
 
 
 def _client(given: argparse.Namespace, run: str, spool: Path, spool_name: str = "") -> AuditClient:
-    host, _, port = given.address.rpartition(":")
-    if not host or "://" in host or not (port.isascii() and port.isdigit()):
-        raise ConfigError(f"--address {given.address!r} is no host:port, such as 127.0.0.1:50051")
+    require_host_port("--address", given.address)
     credentials = None
     if given.tls_ca is not None:
         files = (given.tls_ca, given.tls_key, given.tls_certificate)

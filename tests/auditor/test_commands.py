@@ -20,6 +20,8 @@ from auditor.records import Record, RolloutRecord
 from tests.auditor.processes import REPOSITORY, running_auditor
 from tests.auditor.samples import one_ulp_off, pair
 
+OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
 
 def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *arguments]
@@ -184,6 +186,36 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "d.parquet")
     with pytest.raises(RecordError, match="column 'logprobs' is there twice"):
         list(read_dump(tmp_path / "d.parquet", {"run_id": "r"}))
+
+
+def test_a_parquet_file_is_known_whatever_it_is_called(tmp_path: Path) -> None:
+    written = dump(tmp_path / "dump.parquet", 1).read_bytes()
+    for name in ("dump.pq", "dump.PARQUET", "dump"):
+        (tmp_path / name).write_bytes(written)
+        assert len(list(read_dump(tmp_path / name, {"run_id": "r"}))) == 2
+
+
+@pytest.mark.parametrize(
+    ("defaults", "row", "said"),
+    [
+        ({"engine": "x"}, {}, "shared.json: 'engine' is no field of a rollout record"),
+        ({"step": "x"}, {"step": None}, "dump.jsonl, row 1: "),
+        ({"weight_version": "x"}, {}, "shared.json: weight_version is 'x'"),
+        ({"sampling": 3}, {}, "shared.json: sampling is 3; it must be an object"),
+        ({"weight_version": "x"}, {"weight_version": "y"}, "dump.jsonl, row 1: weight_version is 'y'"),
+        ({"engine_id": "e"}, {"weight_version": "y"}, "dump.jsonl, row 1: weight_version is 'y'"),
+    ],
+)
+def test_what_is_wrong_in_the_defaults_is_said_of_them(
+    tmp_path: Path, defaults: dict[str, Any], row: dict[str, Any], said: str
+) -> None:
+    least = {"side": "rollout", "step": 0, "sample_id": "a", "tokens": [1, 2], "prompt_len": 1, "logprobs": [-1.0]}
+    file = tmp_path / "dump.jsonl"
+    sampling = {} if "sampling" in defaults else {f"sampling.{name}": off for name, off in OFF.items()}
+    file.write_text(json.dumps({**least, **sampling, **row}))
+    with pytest.raises(RecordError) as error:
+        list(read_dump(file, {"run_id": "r", **defaults}, "shared.json"))
+    assert said in str(error.value)
 
 
 def test_what_is_null_or_left_out_of_an_object_is_unknown() -> None:

@@ -44,6 +44,12 @@ def server(missing_receipts: int = 0, seconds: float = 0.0) -> Iterator[str]:
         running.stop(grace=None).wait()
 
 
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "nonsense", "nobody:port", ":9", "nobody:99999", ""])
+def test_an_address_that_is_none_is_refused_where_the_client_is_made(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match="is no host:port"):
+        AuditClient(address, "run", spool_dir=tmp_path)
+
+
 @pytest.mark.parametrize("bound", [{"queue_size": -1}, {"queue_bytes": -1}])
 def test_a_queue_bounded_below_nothing_is_refused(tmp_path: Path, bound: dict[str, int]) -> None:
     """Handing in a record would never end: nothing that is put on disk makes such a queue short enough."""
