@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from auditor.positions import differences
-from auditor.records import Layout, RolloutRecord, TrainerRecord
+from auditor.records import Layout, RolloutRecord, Sampling, TrainerRecord
 from rl_kernel.contract import ModelContract
 
 UNKNOWN: Final = "unknown"
@@ -97,7 +97,7 @@ def _random_state(rollout: RolloutRecord, trainer: TrainerRecord, _: Contracts) 
     left, right = rollout.sampling, trainer.sampling
     for name in ("temperature", "top_p", "top_k", "min_p", "logprobs_mode"):
         yield from _differ(f"sampling.{name}", getattr(left, name), getattr(right, name))
-    yield from _differ("sampling.seed", _known(left.seed), _known(right.seed))
+    yield from _differ("sampling.seed", _seed(left), _seed(right))
 
 
 def _contract(rollout: RolloutRecord, trainer: TrainerRecord, contracts: Contracts) -> Iterator[Pair]:
@@ -138,9 +138,14 @@ def _differ(field: str, left: object, right: object) -> Iterator[Pair]:
         yield field, left, right
 
 
-def _known(value: int | None) -> int | str:
-    """Versions below zero and a missing seed are unknown, which is written as the empty string."""
-    return "" if value is None or value < 0 else value
+def _known(version: int) -> int | str:
+    """Versions below zero are unknown, which is written as the empty string."""
+    return "" if version < 0 else version
+
+
+def _seed(sampling: Sampling) -> int | str:
+    """A seed may be any number, those below zero too; None is unknown."""
+    return "" if sampling.seed is None else sampling.seed
 
 
 def _not_known_here(digest: str) -> str:

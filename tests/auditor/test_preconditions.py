@@ -96,6 +96,7 @@ CASES: list[tuple[Bend, Condition, str]] = [
     (trainer_has(sampling=replace(S, logprobs_mode="raw_logprobs")), Condition.RANDOM_STATE, "sampling.logprobs_mode"),
     (trainer_has(sampling=replace(S, seed=8)), Condition.RANDOM_STATE, "sampling.seed"),
     (both_have(sampling=replace(S, seed=None)), Condition.RANDOM_STATE, "sampling.seed"),
+    (trainer_has(sampling=replace(S, seed=-7)), Condition.RANDOM_STATE, "sampling.seed"),
     (both_have(contract_digest=""), Condition.CONTRACT, "contract_digest"),
     (both_have(contract_digest="55" * 32), Condition.CONTRACT, "contract_digest"),
     (
@@ -156,6 +157,11 @@ def test_the_first_of_several_failures_is_the_one_that_is_named() -> None:
 
 def test_two_arithmetics_whose_environments_are_known_may_be_compared() -> None:
     assert first_failure(*other_arithmetic()(*pair()), CONTRACTS) is None
+
+
+@pytest.mark.parametrize("seed", [0, -1, -(2**63)])
+def test_any_number_that_both_sides_state_is_a_seed(seed: int) -> None:
+    assert first_failure(*both_have(sampling=replace(S, seed=seed))(*pair()), CONTRACTS) is None
 
 
 def test_layouts_over_which_the_contract_is_invariant_may_differ() -> None:
