@@ -10,6 +10,7 @@ from auditor.storage.database import Row
 
 try:
     import psycopg
+    from psycopg.pq import TransactionStatus
 except ImportError as error:
     raise ConfigError("a postgresql:// ledger needs psycopg: install the extra `postgres`") from error
 
@@ -53,9 +54,13 @@ _SESSION: Final = (
 
 
 class _Bounded(psycopg.Connection[Row]):
-    """A connection that is closed where the server does not answer in time. answer_s: None is no bound."""
+    """A connection that is closed where the server does not answer in time. answer_s: None is no bound.
+
+    gave_up: whether it was.
+    """
 
     answer_s: float | None = None
+    gave_up = False
 
     def wait(self, gen: Any, *arguments: Any, **named: Any) -> Any:
         """Wait for the server; OperationalError where it takes longer."""
@@ -71,6 +76,7 @@ class _Bounded(psycopg.Connection[Row]):
                 return done.value
             if self.answer_s is not None and time.monotonic() - started > self.answer_s:
                 self.close()
+                self.gave_up = True
                 raise psycopg.OperationalError(f"no answer in {self.answer_s:g} s; the connection is given up")
             ready = yield wanted
 
@@ -78,8 +84,8 @@ class _Bounded(psycopg.Connection[Row]):
 class PostgresDatabase:
     """A connection. writer: takes the lock and may write.
 
-    A connection that was lost is made again at the next BEGIN, or at the next statement of a reader; what was in
-    flight fails. The URL may hold a password and is in no message.
+    A connection that was lost is made again at the next BEGIN, or at once for a statement of a reader that is no
+    transaction's; what else was in flight fails. The URL may hold a password and is in no message.
     """
 
     types: ClassVar[Mapping[str, str]] = {
@@ -100,12 +106,12 @@ class PostgresDatabase:
     def all(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Run one statement and return its rows."""
         with self._translated():
-            return self._ready(sql).execute(_marks(sql), arguments).fetchall()
+            return self._execute(sql, arguments).fetchall()
 
     def run(self, sql: str, arguments: Sequence[Any] = ()) -> int:
         """Run one statement; the number of rows that it changed."""
         with self._translated():
-            return self._ready(sql).execute(_marks(sql), arguments).rowcount
+            return self._execute(sql, arguments).rowcount
 
     def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         """Run one statement for each of `rows`."""
@@ -119,6 +125,18 @@ class PostgresDatabase:
     def close(self) -> None:
         """Let go of the connection, and with it of the lock."""
         self._connection.close()
+
+    def _execute(self, sql: str, arguments: Sequence[Any]) -> psycopg.Cursor[Row]:
+        connection = self._ready(sql)
+        alone = not self._writer and connection.info.transaction_status is TransactionStatus.IDLE
+        try:
+            return connection.execute(_marks(sql), arguments)
+        except psycopg.OperationalError:
+            # Only by asking is it seen that a server went away meanwhile; it may be back. One that answers nothing is
+            # not asked twice, and what belongs to a transaction ends with it.
+            if not (alone and connection.closed) or connection.gave_up:
+                raise
+            return self._ready(sql).execute(_marks(sql), arguments)
 
     def _ready(self, sql: str) -> _Bounded:
         """The connection, made again where it was lost and nothing is in flight on it."""

@@ -229,6 +229,22 @@ def test_a_killed_postgresql_fails_what_is_in_flight_and_is_found_again(postgres
     assert verify(open_database(postgres.url, False)).entries == 6
 
 
+def test_a_reader_asks_again_where_the_server_went_and_came_back_meanwhile(postgres: PostgresServer) -> None:
+    """Nothing tells an idle reader; but what belongs to a transaction ends with it."""
+    postgres.fresh_database()
+    writer, idle, inside = (open_database(postgres.url, at == 0) for at in range(3))
+    inside.run(inside.snapshot)
+    postgres.kill()
+    postgres.start()
+    assert idle.all("SELECT 1") == [(1,)]
+    with pytest.raises(LedgerError):
+        inside.all("SELECT 1")
+    with pytest.raises(LedgerError):
+        writer.all("SELECT 1")
+    for database in (writer, idle, inside):
+        database.close()
+
+
 def test_a_lock_that_another_session_took_meanwhile_fails_the_write_and_not_the_writer(
     postgres: PostgresServer,
 ) -> None:
