@@ -12,6 +12,7 @@ from auditor.grants import Grants
 from auditor.object_store import StoreAccess, is_url
 from auditor.tls import TlsFiles
 from auditor.weights_place import WeightsPlace
+from auditor.workers import find
 from auditor.yaml_tree import read_yaml
 
 _LONGEST_S: Final = 1e9  # more is beyond what a thread can wait
@@ -233,6 +234,9 @@ def _check_paths(config: Config) -> None:
         raise ConfigError(f"weights_root {root} is no folder; make it before the auditor starts")
     if root is not None and is_url(root) and config.weights_cache is None:
         raise ConfigError(f"weights_root {root} is a URL and needs weights_cache, a folder for copies")
+    # With weights a pool is begun, which looks further; `ray` asks for a cluster.
+    if root is None and (config.recompute_idle or config.recompute_pool != "ray"):
+        find(config.recompute_pool, config.recompute_idle)
     Grants(config.token_file, config.tokens_file)
     if config.archive and not config.retain_days:
         raise ConfigError("archive is given and retain_days is 0: nothing would ever be written to it")

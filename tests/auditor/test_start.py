@@ -65,6 +65,8 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
         ("grpc: 127.0.0.1:99999", "no host:port"),
         ("http: 0.0.0.0:1", "can be reached from other machines"),
         ("weights_root: /no/such", "is no folder"),
+        ("recompute_pool: foo:bar", "recompute_pool 'foo:bar': No module named 'foo'; give process,"),
+        ("recompute_pool: ray\nrecompute_idle: true", "recompute_idle is for recompute_pool process, not ray"),
         ("ledger: /no/such/ledger.db", "folder /no/such does not exist"),
         ("grpc: 127.0.0.1:\u00b2", "grpc: '127.0.0.1:\u00b2' is no host:port"),
         ("token_file: /no/such", "token_file /no/such: No such file"),
