@@ -2,25 +2,46 @@
 
 import ast
 import re
+import urllib.request
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
+from auditor.client import AuditClient
 from auditor.drift import DriftStatistics
 from auditor.judge import Verdict
 from auditor.preconditions import Condition
+from auditor.records import SIDES
 from tests.auditor.processes import REPOSITORY, running_auditor
+from tests.auditor.samples import pair
 
 METRICS = (REPOSITORY / "docs" / "metrics.md").read_text()
 PROTOCOL = (REPOSITORY / "docs" / "audit-protocol.md").read_text()
 
 
 def test_every_metric_that_is_served_is_documented_and_the_other_way_round(tmp_path: Path) -> None:
-    import urllib.request
-
     with running_auditor(tmp_path) as auditor, urllib.request.urlopen(f"http://{auditor.http}/metrics") as answer:
         types = dict(re.findall(r"^# TYPE (\w+) (\w+)$", answer.read().decode(), re.MULTILINE))
     served = set(types.items())
     assert served == set(re.findall(r"^\| `((?:auditor|process)_\w+)` \| (\w+) \|", METRICS, re.MULTILINE))
+
+
+def test_a_clean_runs_series_are_as_many_as_the_page_on_sizing_says(tmp_path: Path) -> None:
+    with running_auditor(tmp_path) as auditor, ExitStack() as clients:
+        rollouts, trainers = (
+            clients.enter_context(AuditClient(auditor.grpc, "run", spool_dir=tmp_path / side)) for side in SIDES
+        )
+        for step in range(2):
+            rollout, trainer = pair(step=step)
+            rollouts.submit_rollout(rollout)
+            trainers.submit_trainer(trainer)
+        for client in (rollouts, trainers):
+            assert client.flush(10).accepted == 2
+        with urllib.request.urlopen(f"http://{auditor.http}/metrics") as answer:
+            series = answer.read().decode().count('run_id="run"')
+    sizing = (REPOSITORY / "docs/operations/sizing.md").read_text()
+    assert f"Series a run: {series}, " in sizing
+    assert f"(1,000) at once: {series},000 series" in sizing
 
 
 def test_every_statistic_is_documented() -> None:
