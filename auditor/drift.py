@@ -228,7 +228,7 @@ def _pearson(sums: DriftSums) -> float | None:
 
 
 def _spread(total: float, squared: float, n: int) -> float | None:
-    """The variance of n values, times n, from their sum and that of their squares; None where rounding may be all of it.
+    """The variance of n values, times n, by their sum and that of their squares; None where rounding may be all of it.
 
     For n values c, in whatever order they were added, with u = 2⁻⁵³ and γ = (n−1)u to first order: squares of fp32 are
     exact in float64, so squared = nc²(1+a) with |a| ≤ γ, and total = nc(1+b) with |b| ≤ γ, so total²/n as computed is

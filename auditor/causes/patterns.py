@@ -37,7 +37,7 @@ def flat_last_bits(evidence: Evidence, noise: float | None) -> Iterator[Suggesti
     if differing.size == 0 or np.abs(delta).max() > 0.25 or np.median(np.abs(differing)) > _limit(evidence, noise):
         return
     both_signs = bool(min((differing > 0).mean(), (differing < 0).mean()) > 0.1)
-    halves = [float(np.abs(half).mean()) for half in np.array_split(delta, 2)]
+    halves = [float(np.abs(half).mean()) for half in np.array_split(delta, 2) if half.size]
     flat = max(halves) < 4.0 * max(min(halves), 1e-12)
     score = 0.24 + 0.08 * both_signs + 0.08 * flat + 0.04 * (differing.size > 0.5 * delta.size)
     # What any rounding inside of the model does is larger than this, where it does anything.

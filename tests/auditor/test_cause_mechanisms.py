@@ -1,5 +1,6 @@
 """What the causes are made of: each is right of the fault that it is for, down to the place, and says nothing else."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -318,6 +319,10 @@ def test_what_nothing_explains_is_named_by_its_course_and_by_what_rounding_makes
     assert list(trend(flat, 0.001)) == []
     assert [suggestion.cause for suggestion in flat_last_bits(flat, 0.02)] == ["reduction_order"]
     assert list(flat_last_bits(flat, 0.005)) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one = replace(flat, active=np.arange(72) == 5)
+        assert [suggestion.cause for suggestion in flat_last_bits(one, 0.02)] == ["reduction_order"]
     late = evidence_of(world, sample, np.concatenate([evidence.truth[:40], wrong[40:]]))
     assert [suggestion.cause for suggestion in begins_somewhere(late, 0.01)] == ["kv_boundary"]
     assert list(begins_somewhere(evidence, 0.01)) == []

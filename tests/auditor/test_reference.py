@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 
 from auditor.client import AuditClient
+from auditor.judge import (
+    UNDIAGNOSED,
+    Faulty,
+    Reference,
+    ReferenceLogprobs,
+    Verdict,
+    judge_pair,
+    judge_with_reference,
+)
 from auditor.records import Environment, Layout, Positions, RolloutRecord, Sampling, TrainerRecord
 from rl_kernel.contracts import model_contract
 from rl_kernel.reference.model import Decoder
 from tests.auditor.processes import running_auditor
-from tests.auditor.samples import CONTRACT, ENVIRONMENT, one_ulp_off
+from tests.auditor.samples import CONTRACT, CONTRACTS, ENVIRONMENT, one_ulp_off
 from tests.models import LLAMA, write_tiny_model
 
 
@@ -92,6 +101,20 @@ def test_the_side_that_left_the_contract_is_named(weights_root: Path, tmp_path: 
         assert run["by_verdict"] == {"match": 1, "mismatch": 4}
         assert (run["rollout_mismatched"], run["trainer_mismatched"], run["recomputed_mismatched"]) == (3, 3, 5)
         assert auditor.metrics()['auditor_recomputed_tokens_total{mma="fma32",run_id="run"}'] == 160
+
+
+def test_a_trainer_that_reports_the_rollouts_own_values_is_found_where_it_is_recomputed(weights_root: Path) -> None:
+    """Blind spot: with reuse of rollout logprobs the difference is 0 by construction, whatever the rollout did."""
+    stale, _ = true_pair(weights_root, "a", version=2)
+    rollout, trainer = both(true_pair(weights_root, "a"), logprobs=stale.logprobs)
+    judged = judge_pair(rollout, trainer, CONTRACTS)
+    assert (judged.judgement.verdict, judged.judgement.differing, judged.drift.max_abs) == (Verdict.MATCH, 0, 0.0)
+    assert judged.judgement.reference is Reference.NOT_ASKED, "a match that nobody recomputed says no more than it is"
+    truth = true_pair(weights_root, "a")[0].logprobs
+    asked = judge_with_reference(judged.judgement, rollout, trainer, ReferenceLogprobs(truth, truth, "fma32"))
+    assert (asked.verdict, asked.side, asked.cause) == (Verdict.MISMATCH, Faulty.BOTH, UNDIAGNOSED)
+    assert asked.reference_differing == asked.rollout_differing == asked.trainer_differing > 16
+    assert (asked.differing, asked.max_abs) == (0, 0.0), "of the sides from each other"
 
 
 def under(profile: str, root: Path, record: Any) -> Any:
