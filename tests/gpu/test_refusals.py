@@ -38,11 +38,14 @@ def test_wrong_arguments_of_a_product_are_named() -> None:
 
 
 def test_a_head_dim_without_a_kernel_names_the_nearest() -> None:
-    from rl_kernel.ops.attention.triton_kernel import attention
+    from rl_kernel.ops.attention.triton_kernel import attention, attention_backward
 
     q, k = normal(4, 2, 96), normal(4, 1, 96)
     with pytest.raises(ShapeError, match=r"head_dim 96; .* nearest (64|128)"):
         attention(q, k, k, offsets(4), offsets(4))
+    rows = torch.zeros(4, 2, device="cuda")
+    with pytest.raises(ShapeError, match=r"attention_backward: head_dim 96; .* nearest (64|128)"):
+        attention_backward(q, q, k, k, q, rows, rows, offsets(4))
     with pytest.raises(ShapeError, match="3 query heads are no multiple of 2"):
         attention(normal(4, 3, 64), normal(4, 2, 64), normal(4, 2, 64), offsets(4), offsets(4))
 

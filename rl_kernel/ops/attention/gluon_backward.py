@@ -16,9 +16,11 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # dout, 
 
 
 def serves(inputs: Inputs) -> bool:
-    """Whether the bulk copy engine can read them (16 bytes from row to row, and from the beginning), and head_dim."""
-    aligned = all(x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in inputs)
-    return aligned and inputs[1].shape[2] in HEAD_DIMS
+    """Whether the bulk copy engine can read them: 16 bytes from row to row and from the beginning, and no row over
+    another, as in an expanded tensor; and whether head_dim has a kernel here.
+    """
+    apart = all(_stride(x) % 8 == 0 and _stride(x) >= x.shape[1] * x.shape[2] for x in inputs)
+    return apart and all(x.data_ptr() % 16 == 0 for x in inputs) and inputs[1].shape[2] in HEAD_DIMS
 
 
 def walk(
@@ -40,8 +42,13 @@ def walk(
     dkdv_kernel[(heads, tiles)](dk, dv, *block[:2], *tile[2:], terms, cu, sequences, tokens, score_scale, **how)
 
 
+def _stride(x: torch.Tensor) -> int:
+    """Elements from token to token; of one token the stride says nothing (see `require_rows`)."""
+    return int(x.stride(0)) if x.shape[0] > 1 else x.shape[1] * x.shape[2]
+
+
 def _rows(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """x[T,heads,D] as a matrix that is read `rows` rows of one head at a time."""
     tokens, heads, dim = x.shape
     layout = gl.NVMMASharedLayout.get_default_for([rows, dim], gl.bfloat16)
-    return TensorDescriptor(x, [tokens, heads * dim], [x.stride(0), 1], [rows, dim], layout)
+    return TensorDescriptor(x, [tokens, heads * dim], [_stride(x), 1], [rows, dim], layout)

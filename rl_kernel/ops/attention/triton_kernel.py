@@ -14,7 +14,7 @@ from rl_kernel.errors import ShapeError
 from rl_kernel.ops.accelerator import BF16, EX2, F32, I32, require, require_rows
 from rl_kernel.ops.attention import gluon_kernel, triton_decode
 from rl_kernel.ops.attention.gluon_again import again
-from rl_kernel.ops.attention.triton_backward import HEAD_DIMS, attention_backward
+from rl_kernel.ops.attention.triton_backward import attention_backward, check_heads
 from rl_kernel.ops.attention.triton_decode import Launch as Decode
 from rl_kernel.ops.attention.triton_prefill import Launch, launch_for, prefill
 from rl_kernel.reference.ops import attention_scale
@@ -24,11 +24,7 @@ __all__ = ["attention", "attention_backward", "paged_attention"]
 
 def _check(op: str, q: torch.Tensor, heads_kv: int, dim: int) -> int:
     stride = require_rows(op, "q", q, None, None, dim)
-    if dim not in HEAD_DIMS:
-        nearest = min(HEAD_DIMS, key=lambda d: abs(d - dim))
-        raise ShapeError(f"{op}: head_dim {dim}; the kernels have {', '.join(map(str, HEAD_DIMS))}, nearest {nearest}")
-    if not heads_kv or q.shape[1] % heads_kv:
-        raise ShapeError(f"{op}: {q.shape[1]} query heads are no multiple of {heads_kv} kv heads")
+    check_heads(op, q.shape[1], heads_kv, dim)
     return stride
 
 
@@ -45,7 +41,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """q[T,H,D], k and v[T',G,D] bf16, offsets cu_q and cu_k[R+1] int32 → out[T,H,D], m[T,H] fp32, l[T,H] fp32.
 
-    Tokens of q, k and v may lie apart; head_dim is one of HEAD_DIMS.
+    Tokens of q, k and v may lie apart; head_dim is one of `triton_backward.HEAD_DIMS`.
     """
     k_token = require_rows("attention", "k", k, None, None, None)
     q_token = _check("attention", q, k.shape[1], k.shape[2])
@@ -57,7 +53,8 @@ def attention(
     m, l = (torch.empty((tokens, heads), dtype=F32, device=q.device) for _ in range(2))
     if not q.numel() or not sequences:
         return out, m, l
-    aligned = _aligned((q, k, v), (q_token, k_token, v_token))
+    of, apart = (q, k, v), (q_token, k_token, v_token)
+    aligned = _aligned(of, apart) and _apart(of, apart)
     scale, outputs, places = float(attention_scale(dim)), (out, m, l), (cu_q, cu_q, cu_k, cu_q)
     tma, strides = aligned and k.shape[0] > 0, (0, q_token, 0, k_token, 0, v_token)
     if launch is None and EX2 and tma and dim in gluon_kernel.HEAD_DIMS:
@@ -72,6 +69,11 @@ def attention(
 def _aligned(tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...]) -> bool:
     """Whether the bulk copy engine can read them: 16 bytes from row to row, and from the beginning."""
     return all(stride % 8 == 0 for stride in strides) and all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def _apart(tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...]) -> bool:
+    """Whether no token lies over another, as in an expanded tensor, of which the bulk copy engine makes no matrix."""
+    return all(stride >= x.shape[-2] * x.shape[-1] for x, stride in zip(tensors, strides, strict=True))
 
 
 def _descriptor(x: torch.Tensor, stride: int) -> TensorDescriptor:
@@ -119,7 +121,8 @@ def paged_attention(
         return out
     m, l = (torch.empty((tokens, heads), dtype=F32, device=q.device) for _ in range(2))
     outputs, tensors, places = (out, m, l), (q, k_cache, v_cache), (block_table, cu_q, cu_q, seq_lens)
-    fit = _aligned(tensors, strides[1:]) and gluon_kernel.serves_pages(page, strides[2:])
+    fit = _aligned(tensors, strides[1:]) and _apart(tensors, (q_token, k_token, v_token))
+    fit = fit and gluon_kernel.serves_pages(page, strides[2:])
     if launch is None and EX2 and fit and dim in gluon_kernel.HEAD_DIMS:
         tokens_apart = (q_token, k_token, v_token)
         redo = gluon_kernel.paged_attention(*outputs, *tensors, block_table, cu_q, seq_lens, tokens_apart, scale)
