@@ -122,10 +122,12 @@ class RecomputePool:
         """Ask a worker, or the next one where it ends on the sample; the one that is left, and the outcome."""
         outcome = RecomputeError(f"{_ATTEMPTS} workers ended on it", "worker_died")
         for _ in range(_ATTEMPTS):
+            there = False
             try:
                 worker = worker or self._start()
                 if not worker.wait(_PLACE_S):
                     return worker, RecomputeError(f"no core was free for a worker for {_PLACE_S:g} s", "no_worker")
+                there = True
                 return worker, self._ask(worker, key, self._loaded(key))
             except _TimedOut:
                 self._replace(worker, key, "timed_out", f"not done after {self._patience.sample_s:g} s")
@@ -134,10 +136,10 @@ class RecomputePool:
             except RecomputeError as error:
                 return worker, error
             except (EOFError, OSError, ConfigError) as error:
-                if worker is None:
+                if not there:  # no fault of the sample's, which is tried again later
                     outcome = RecomputeError(f"nobody to run the reference: {error}", "no_worker")
                     self._queue.pause(_PAUSE_S)
-                else:
+                if worker is not None:
                     self._replace(worker, key, "died", str(error))
                     worker = None
             if self._queue.closed:

@@ -253,6 +253,7 @@ def main(place: WeightsPlace, parent: int, idle: bool) -> None:
     else:
         os.nice(5)
     models = Models(place.open())
+    write_frame(sys.stdout.buffer, {"there": True})
     while True:
         try:
             job, body = read_frame(sys.stdin.buffer)

@@ -5,6 +5,7 @@ A worker answers one job at a time: a header and bytes in, a header and bytes ou
 
 import importlib
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,9 @@ class Worker(Protocol):
     """One runner of the reference."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether it is there, waited for so long: a cluster may have no core free. EOFError or OSError as below."""
+        """Whether it is there, waited for so long: a cluster may have no core free. EOFError or OSError where it ended
+        before it was: no job is to blame for that.
+        """
 
     def ask(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         """Run one job. EOFError or OSError where the worker is gone; another one is hired then."""
@@ -47,9 +50,18 @@ class ProcessWorker:
         # As many workers as cores are wanted, and threads of NumPy's products wait in a spin, at the others' cost.
         environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._there = False
 
     def wait(self, seconds: float) -> bool:
-        """It is always there."""
+        """Whether it has said that it is there."""
+        stdout = cast(BinaryIO, self._process.stdout)
+        if not self._there:
+            poll = select.poll()
+            poll.register(stdout, select.POLLIN)
+            if not poll.poll(1e3 * seconds):
+                return False
+            read_frame(stdout)
+            self._there = True
         return True
 
     def ask(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:

@@ -17,6 +17,7 @@ from auditor.recompute import Patience, RecomputePool
 from auditor.recompute_queue import RecomputeQueue
 from auditor.records import SampleKey
 from auditor.weights_place import WeightsPlace
+from auditor.workers import ProcessWorker
 from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import RESPONSE, one_ulp_off
 from tests.auditor.test_reference import true_pair, weights_root
@@ -79,16 +80,19 @@ def test_one_that_is_tried_again_waits_its_time_and_holds_nobody_up() -> None:
 
 
 class Reference:
-    """A worker that answers what it is told, one word a call."""
+    """A worker that answers what it is told, one word a call; `stillborn`: it ends before it is there."""
 
     def __init__(self, words: Iterator[str]) -> None:
-        self._words = words
+        self._words, self._next = words, ""
 
     def wait(self, seconds: float) -> bool:
+        self._next = next(self._words)
+        if self._next == "stillborn":
+            raise EOFError
         return True
 
     def ask(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-        word = next(self._words)
+        word = self._next
         if word == "gone":
             raise EOFError
         return ({"mma": "fma32", "causes": None}, b"") if word == "ok" else ({"error": word, "code": word}, b"")
@@ -135,6 +139,27 @@ def test_while_nobody_can_be_hired_a_sample_waits(weights_root: Path) -> None:
     """The one that was there ends on the sample, as when its cluster goes."""
     assert outcomes(["gone", "ok"], 60.0, weights_root, away=4) == ["ok"]
     assert outcomes(["gone", "gone", "gone"], 60.0, weights_root) == ["worker_died"]
+
+
+def test_a_worker_that_ends_before_it_is_there_is_no_fault_of_the_sample(weights_root: Path) -> None:
+    assert outcomes(["stillborn"] * 5 + ["ok"], 60.0, weights_root) == ["ok"]
+    assert outcomes(["gone", "stillborn", "gone", "ok"], 60.0, weights_root) == ["ok"]
+    assert outcomes(["stillborn"] * 9, 0.5, weights_root) == ["no_worker"]
+
+
+def test_a_process_is_there_when_it_has_said_so(weights_root: Path) -> None:
+    worker = ProcessWorker(WeightsPlace(str(weights_root)))
+    try:
+        assert not worker.wait(0.0), "it has to import NumPy first"
+        assert worker.wait(60.0)
+        assert worker.wait(0.0)
+    finally:
+        worker.stop()
+    ended = ProcessWorker(WeightsPlace(str(weights_root)))
+    ended.kill()
+    with pytest.raises(EOFError):
+        ended.wait(60.0)
+    ended.stop()
 
 
 @pytest.fixture
