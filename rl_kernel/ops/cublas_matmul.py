@@ -12,7 +12,11 @@ ALIGNMENT = 8  # elements; below 16-byte rows cuBLASLt takes other kernels
 
 @contextmanager
 def one_chain() -> Iterator[None]:
-    """Within: cuBLASLt only, and split-K refused. The process's own settings come back afterwards."""
+    """Within: cuBLASLt only, and split-K refused. The process's own settings come back afterwards.
+
+    Both settings are the whole process's: a product of another thread meanwhile has them too, and of two threads in
+    here at once the first to leave takes split-K's refusal from the other. Strict engines launch from one at a time.
+    """
     matmul = torch.backends.cuda.matmul
     before = torch.backends.cuda.preferred_blas_library()
     reduced = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tests.bench.native_peers import batch_invariant, load
+
 EPS = 1e-6
 Op = Callable[..., object]
 
@@ -59,6 +61,11 @@ def rope(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> dict[
     return peers
 
 
+def _megatron() -> Any:
+    """Megatron-core's fused SwiGLU, which needs no build of its own as its norms and rotations do; or None."""
+    return load("megatron.core.fusions.fused_bias_swiglu", "Megatron-core's fused SwiGLU")
+
+
 def swiglu() -> dict[str, Op]:
     """Of x[T,2I] = gate, up."""
 
@@ -73,6 +80,8 @@ def swiglu() -> dict[str, Op]:
             vllm().silu_and_mul(torch.empty_like(x[:, : x.shape[1] // 2]), x)
 
         peers["vLLM"] = fused
+    if (megatron := _megatron()) is not None:
+        peers["Megatron-core"] = lambda x: megatron.bias_swiglu_impl(x, None)
     return peers
 
 
@@ -89,6 +98,8 @@ def rms_norm(w: torch.Tensor) -> dict[str, Op]:
             vllm().rms_norm(torch.empty_like(x), x, w, EPS)
 
         peers["vLLM"] = fused
+    if (invariant := batch_invariant()) is not None:
+        peers["vLLM batch-invariant"] = lambda x: invariant.rms_norm_batch_invariant(x, w, EPS)
     return peers
 
 
@@ -102,4 +113,6 @@ def add_rms_norm(w: torch.Tensor) -> dict[str, Op]:
     peers = {"inductor": compiled(normalised)}
     if vllm() is not None:
         peers["vLLM"] = lambda x, residual: vllm().fused_add_rms_norm(x, residual, w, EPS)
+    if (invariant := batch_invariant()) is not None:
+        peers["vLLM batch-invariant"] = lambda x, residual: invariant.rms_norm_batch_invariant(x, w, EPS, residual)
     return peers
