@@ -28,6 +28,28 @@ def head(tokens: int, rows: int, biting: bool) -> tuple[torch.Tensor, torch.Tens
     return h, w
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("rows", [151936, 4 * 151936])
+def test_no_logit_is_stored_and_statistics_take_256_mib_at_most(
+    rows: int, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 bytes for a token and 64 ids, up to a bound that the larger vocabulary would pass; its logits are 20 GB."""
+    from rl_kernel.ops.linear_logp import triton_kernel as op
+
+    tokens = 8192
+    h, w = normal(tokens, 128, seed=1), normal(rows, 128, seed=2)
+    target = torch.arange(tokens, device="cuda")
+    if not inside:
+        monkeypatch.setattr(op.gluon_kernel, "serves", lambda *_: False)
+    op.linear_logp(h, w, target, temperature=1.0, vocab=rows)  # what stays for all calls is there now
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    op.linear_logp(h, w, target, temperature=1.0, vocab=rows)
+    taken, least = torch.cuda.max_memory_allocated() - before, min(8 * tokens * rows // 64, 256 << 20)
+    assert least <= taken <= least + (4 << 20)  # results, and tiles in whole batches
+
+
 @pytest.mark.parametrize("biting", [False, True])
 @pytest.mark.parametrize("stats", [1 << 25, 1 << 12])
 @pytest.mark.parametrize(

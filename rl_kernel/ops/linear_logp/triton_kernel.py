@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 TILE = tl.constexpr(VOCAB_TILE)
-STATS = 1 << 25  # tile statistics held at once, a bound that the vocabulary does not move
+STATS = 1 << 25  # pairs of tile statistics held at once: 8 bytes for a token and 64 ids, 256 MiB at most
 FEW = 512  # tokens up to which a merge is bound by its chain, not by memory
 
 
@@ -280,7 +280,8 @@ def linear_logp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h[T,K], w[V,K] bf16, target[T] int64 → logp[T], lse[T] fp32. ids in [vocab, V) are pads.
 
-    A target outside [0, vocab) gives NaN: nothing on the GPU can raise. Memory: at most STATS tile statistics.
+    A target outside [0, vocab) gives NaN: nothing on the GPU can raise. Memory: 8 bytes for a token and 64 ids, 256 MiB
+    at most up to 2^20 tokens (STATS); larger vocabularies go a stretch at a time. No logit is stored.
     """
     weight, h_stride = _head("linear_logp", h, w, target, temperature, 0)
     rows, tokens = weight.shape[0], h.shape[0]
@@ -304,6 +305,7 @@ def linear_logp(
         m, s = torch.empty((2, cdiv(last - first, VOCAB_TILE), tokens), dtype=F32, device=h.device)
         _stats(m, s, z, h, h_stride, weight, target, temperature, 0, vocab, first, last, False)
         _merge(m, s, lse, running, wanted, tile_major=True, **when)
+        del m, s  # else the next stretch's would lie beside them
     return logp, lse
 
 
