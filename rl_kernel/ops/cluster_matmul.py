@@ -64,7 +64,7 @@ def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> 
     (m, total), n = a.shape, b.shape[1]
     rows_of_b = b.stride(0) == 1
     strides = (a.stride(0), b.stride(1) if rows_of_b else b.stride(0), n)
-    straight = a.stride(1) == 1 and (rows_of_b or b.stride(1) == 1)
+    straight = a.stride(1) == 1 and (rows_of_b or b.stride(1) == 1) and a.stride(0) >= total
     aligned = all(s % 8 == 0 for s in strides) and (a.data_ptr() | b.data_ptr() | y.data_ptr()) % 16 == 0
     whole = segments in SEGMENTS and total > 0 and total % (segments * BK) == 0
     if not straight or not aligned or not whole or m < MIN_ROWS or not n:

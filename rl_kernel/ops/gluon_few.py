@@ -103,7 +103,7 @@ def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
     (m, total), n = a.shape, b.shape[1]
     fits = 0 < m <= MAX_ROWS and total % BK == 0 and total > 0
     straight = a.stride(1) == 1 and b.stride(0) == 1 and a.stride(0) % 8 == 0 and b.stride(1) % 8 == 0
-    if not fits or not straight or (a.data_ptr() | b.data_ptr()) % 16:
+    if not fits or not straight or a.stride(0) < total or (a.data_ptr() | b.data_ptr()) % 16:
         return False
     return bool(n >= MIN_TILES * BN)
 

@@ -198,7 +198,7 @@ def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> 
     """Whether this kernel computes y = a @ b: enough rows, whole steps in a segment, operands that it can copy."""
     rows_of_b = b.stride(0) == 1
     strides = (a.stride(0), b.stride(1) if rows_of_b else b.stride(0))
-    straight = a.stride(1) == 1 and (rows_of_b or b.stride(1) == 1)
+    straight = a.stride(1) == 1 and (rows_of_b or b.stride(1) == 1) and a.stride(0) >= a.shape[1]
     aligned = all(s % 8 == 0 for s in strides) and (a.data_ptr() | b.data_ptr()) % 16 == 0
     return (
         straight and aligned and segments in SEGMENTS and a.shape[0] >= MIN_ROWS and a.shape[1] % (segments * BK) == 0

@@ -183,8 +183,9 @@ def linear_stats_kernel(
 
 
 def serves(h: torch.Tensor, h_stride: int, w: torch.Tensor) -> bool:
-    """Whether this kernel can copy the operands (whole steps of K, 16-byte rows)."""
-    return h.shape[1] % BK == 0 and h_stride % 8 == 0 and (h.data_ptr() | w.data_ptr()) % 16 == 0
+    """Whether this kernel can copy the operands (whole steps of K, 16-byte rows, none over another)."""
+    apart = h_stride % 8 == 0 and h_stride >= h.shape[1]
+    return h.shape[1] % BK == 0 and apart and (h.data_ptr() | w.data_ptr()) % 16 == 0
 
 
 @dataclass(frozen=True, slots=True)
