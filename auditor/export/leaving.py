@@ -24,7 +24,7 @@ Reason = Literal["silent", "crowded"]
 class Leaving:
     """idle_s: of silence after which a run leaves; 0: it never does for that. most: runs that are shown at once.
 
-    on_left: told how many left, and why.
+    on_left: told after each transaction how many left, and why.
     """
 
     def __init__(
@@ -43,12 +43,13 @@ class Leaving:
     def _end(self, reason: Reason, runs: Sequence[str]) -> None:
         if not runs:
             return
-        least_s, ended = self._idle_s if reason == "silent" else 0.0, 0
+        least_s = self._idle_s if reason == "silent" else 0.0
         for first in range(0, len(runs), _AT_ONCE):
             work = partial(self._end_counters, runs=runs[first : first + _AT_ONCE], least_s=least_s)
-            ended += self._writer.submit(work, block=True).result()
-        self._on_left(reason, ended)
-        log.info("%d runs leave /metrics (%s)", ended, reason)
+            ended = self._writer.submit(work, block=True).result()
+            # At once: the next transaction may fail, and this one is durable.
+            self._on_left(reason, ended)
+            log.info("%d runs leave /metrics (%s)", ended, reason)
 
     def _end_counters(self, unit: Unit, runs: Collection[str], least_s: float) -> int:
         """Of those that are silent still; how many. The board has heard of every transaction but this one."""

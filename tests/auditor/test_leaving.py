@@ -96,6 +96,26 @@ def test_beyond_a_number_the_run_that_was_silent_longest_leaves(world: World) ->
     assert (world.shown(), world.left) == ({"run", "third"}, [("crowded", 1)])
 
 
+def test_runs_that_left_are_counted_although_the_next_transaction_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("auditor.export.leaving._AT_ONCE", 2)
+    for run_id in ("run", "other", "third"):
+        world.report(run_id)
+    world.now = IDLE_S + 1
+    real = world.writer.submit
+
+    def once(work: Callable[..., object], **kind: bool) -> object:
+        if world.left:
+            raise LedgerError("the ledger is away")
+        return real(work, **kind)
+
+    monkeypatch.setattr(world.writer, "submit", once)
+    with pytest.raises(LedgerError):
+        world.leaving.look()
+    assert (len(world.shown()), world.left) == (1, [("silent", 2)])
+
+
 def test_a_run_whose_sides_first_report_in_one_transaction_is_new_and_not_back(world: World) -> None:
     rollout, trainer = pair()
     started = threading.Event()
