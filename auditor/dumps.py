@@ -64,9 +64,11 @@ def read_dump(path: Path, defaults: Mapping[str, Any], defaults_of: str = "the d
 
 
 def _is_parquet(path: Path) -> bool:
-    """Whatever else it is called: a line of JSON never begins so."""
+    """Whatever else it is called: a line of JSON never begins so. What a pipe gives can be read once only."""
     if path.suffix.lower() == ".parquet":
         return True
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         return file.read(len(_PARQUET)) == _PARQUET
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,19 @@ def test_a_dump_is_audited(tmp_path: Path, kind: str) -> None:
         again = run("auditor.submit", str(file), "--address", auditor.grpc, "--run", "dumped")
         assert again.stdout.startswith("accepted 0, duplicate 10")
         assert auditor.get("/api/v1/runs/dumped")["by_verdict"] == {"match": 4, "mismatch": 1}
+
+
+def test_every_row_of_a_pipe_is_counted(tmp_path: Path) -> None:
+    content = dump(tmp_path / "dump.jsonl", 3).read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(content,), daemon=True)
+    writer.start()
+    with running_auditor(tmp_path) as auditor:
+        done = run("auditor.submit", str(tmp_path / "pipe"), "--address", auditor.grpc, "--run", "dumped")
+        assert (done.returncode, done.stdout) == (0, "accepted 6, duplicate 0, refused 0, not delivered 0\n"), (
+            done.stderr
+        )
+    writer.join(10)
 
 
 def test_what_a_client_that_ended_left_on_disk_is_delivered_by_a_command(tmp_path: Path) -> None:
