@@ -55,7 +55,7 @@ class Spool:
         self.folder = folder
         self._limit_bytes = limit_bytes
         self._serial = itertools.count()
-        self._claimed: set[FileIO] = set()
+        self._open: set[FileIO] = set()  # locked, or about to be
         follow(self)
         folder.mkdir(parents=True, exist_ok=True)
         self._clear_drafts()
@@ -68,10 +68,9 @@ class Spool:
         draft = self.folder / f".{name}.part"
         self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have tidied it away
         try:
-            with draft.open("wb") as file:
+            with self._held(FileIO(draft, "w")) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # its writer lives
-                file.write(payload)
-                file.flush()
+                _write(file, payload)
                 os.fsync(file.fileno())
                 draft.rename(self.folder / name)
             self._sync()
@@ -99,7 +98,7 @@ class Spool:
                 file = FileIO(path)
             except OSError:
                 continue  # sent meanwhile, or not to be read by this user: it stays, and is counted as waiting
-            with file, self._inherited(file):
+            with self._held(file):
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     payload = file.read()
@@ -113,17 +112,23 @@ class Spool:
 
     def forked(self) -> None:
         """In a child: let go of what the parent holds, which would stay locked as long as the child lives."""
-        for file in self._claimed:
+        for file in self._open:
             file.close()
-        self._claimed.clear()
+        self._open.clear()
 
     @contextmanager
-    def _inherited(self, file: FileIO) -> Iterator[None]:
-        self._claimed.add(file)
+    def _held(self, file: FileIO) -> Iterator[FileIO]:
+        """Close it at the end, in a child that is forked off meanwhile too.
+
+        A child of the moment before it is noted here has it open as long as it lives.
+        """
+        self._open.add(file)
         try:
-            yield
+            yield file
         finally:
-            self._claimed.discard(file)
+            self._open.discard(file)
+            if not file.closed:
+                _let_go(file)
 
     def _files(self) -> list[Path]:
         """The batches, the oldest first; none where the folder is gone."""
@@ -149,6 +154,21 @@ class Spool:
                 path.unlink(missing_ok=True)
 
 
+def _write(file: FileIO, payload: bytes) -> None:
+    """All of it. Not through a buffer, which a child that is forked off meanwhile would write once more."""
+    rest = memoryview(payload)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _let_go(file: FileIO) -> None:
+    """Close it, and unlock it first: closing alone leaves the lock to whoever was forked off meanwhile."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_UN)
+    finally:
+        file.close()
+
+
 def _mark(payload: bytes) -> str:
     return hashlib.sha256(payload).hexdigest()[:16]
 
@@ -162,9 +182,12 @@ def _is_whole(path: Path, payload: bytes) -> bool:
 def _is_abandoned(draft: Path) -> bool:
     """Old, and nobody holds it; the age is for the moment between making it and taking its lock."""
     try:
-        with draft.open("rb") as file:
+        file = FileIO(draft)
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return time.time() - os.fstat(file.fileno()).st_mtime > _DRAFT_OLD_S
+        finally:
+            _let_go(file)
     except OSError:
         return False
 

@@ -6,15 +6,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from auditor.client import AuditClient
 from auditor.spool import Spool
 from tests.auditor.samples import pair
-from tests.auditor.test_spool import NOBODY, server, spooled
+from tests.auditor.test_spool import NOBODY, payload, server, spooled
 
 RECORDS = 5
 
@@ -117,26 +119,100 @@ def test_a_worker_says_what_nobody_sends(tmp_path: Path, caplog: pytest.LogCaptu
     client.close(timeout=0)
 
 
-def test_a_worker_that_lives_on_keeps_no_batch_from_being_sent(tmp_path: Path) -> None:
-    """A lock on a file lasts until every process that inherited it has let go."""
-    spooled(tmp_path)
-    mine, ended = Spool(tmp_path, 1 << 30), threading.Event()
-    begun, begins = os.pipe()
-    with mine.claim_oldest() as claimed:
-        assert claimed is not None
+@pytest.fixture
+def lives_on() -> Iterator[Callable[[], int]]:
+    """Forks off a child that does nothing until the test ends; its process."""
+    children: list[int] = []
+
+    def fork() -> int:
         child = os.fork()
-        if child == 0:
-            os.write(begins, b"!")
-            ended.wait()  # nobody sets it here
-    try:
-        assert os.read(begun, 1) == b"!"
-        with Spool(tmp_path, 1 << 30).claim_oldest() as again:
-            assert again is not None, "the child holds what the parent has let go of"
-    finally:
+        while child == 0:
+            signal.pause()
+        children.append(child)
+        return child
+
+    yield fork
+    for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(begun)
-        os.close(begins)
+
+
+def put(spool: Spool) -> None:
+    assert spool.put(payload(3), 6)
+
+
+def claim(spool: Spool) -> None:
+    with spool.claim_oldest() as claimed:
+        assert claimed is not None
+
+
+def at(moment: str, action: Callable[[], object], patch: pytest.MonkeyPatch) -> None:
+    """Do it once, in the midst of what the spool does: `opened`, and nobody knows of it yet, or all but `stored`."""
+    once = iter([action])
+
+    def opened(*given: Any) -> FileIO:
+        file = FileIO(*given)
+        next(once, bool)()
+        return file
+
+    def fsync(descriptor: int, real: Callable[[int], None] = os.fsync) -> None:
+        next(once, bool)()
+        real(descriptor)
+
+    patch.setattr(*("auditor.spool.FileIO", opened) if moment == "opened" else ("os.fsync", fsync))
+
+
+@pytest.mark.parametrize(("work", "moment"), [(put, "opened"), (put, "stored"), (claim, "opened")])
+def test_a_worker_that_lives_on_keeps_no_batch_from_being_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives_on: Callable[[], int], work: Callable[[Spool], None],
+    moment: str,
+) -> None:  # fmt: skip
+    """A lock on a file lasts until every process that inherited it has let go, or one of them lets go for all."""
+    if work is claim:
+        spooled(tmp_path)
+    at(moment, lives_on, monkeypatch)
+    work(Spool(tmp_path, 1 << 30))
+    with Spool(tmp_path, 1 << 30).claim_oldest() as again:
+        assert again is not None, "the child holds what the parent has let go of"
+
+
+@pytest.mark.parametrize("work", [put, claim])
+def test_a_worker_that_outlives_its_parent_holds_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Spool], None]
+) -> None:
+    """The parent is killed while it holds a file, and lets go of nothing by itself."""
+    if work is claim:
+        spooled(tmp_path)
+    told, tells = os.pipe()
+
+    def die() -> None:
+        child = os.fork()
+        if child == 0:
+            os.write(tells, b"%d\n" % os.getpid())
+            while True:
+                signal.pause()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hold() -> None:
+        if work is put:
+            at("stored", die, monkeypatch)
+            put(Spool(tmp_path, 1 << 30))
+        with Spool(tmp_path, 1 << 30).claim_oldest():
+            die()
+
+    assert in_a_child(hold) == -signal.SIGKILL
+    child = int(os.read(told, 16))
+    try:
+        (file,) = tmp_path.iterdir()
+        os.utime(file, (1.0, 1.0))
+        after = Spool(tmp_path, 1 << 30)
+        if work is claim:
+            claim(after)
+        assert file.exists() is (work is claim), "a draft that nobody holds is cleared"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(told)
+        os.close(tells)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
