@@ -11,7 +11,6 @@ measured in turn with the op. Log and JSON begin with what `provenance` says of 
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,13 +18,13 @@ from typing import Any
 
 import torch
 
+from tests.bench.graph_times import Op, compared, eager, measure
 from tests.bench.native_peers import flash_attention_3, heads, liger, products
 from tests.bench.provenance import provenance
 
 HIDDEN, FFN, HEADS, KV_HEADS, DIM, VOCAB = 4096, 12288, 32, 8, 128, 151936
 LINEARS = {"qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}
 ROWS = (1, 8, 64, 256, 2048, 8192)
-Op = Callable[..., object]
 ROTATE = 256 << 20  # bytes that the inputs of one measurement rotate through; the L2 holds 50 MB
 
 
@@ -46,52 +45,6 @@ class Row:
         return self.peer_us / self.strict_us
 
 
-def measure(*sides: list[Op], replays: int = 15) -> list[float]:
-    """Median microseconds a call of each side; their CUDA graphs are replayed in turn, at the same clocks."""
-    graphs = [captured(calls) for calls in sides]
-    times: list[list[float]] = [[] for _ in sides]
-    for _ in range(replays):
-        for graph, calls, found in zip(graphs, sides, times, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return [statistics.median(found) for found in times]
-
-
-def eager(call: Op, repeats: int = 5) -> float:
-    """Median microseconds of a call that no graph can hold."""
-    call()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def captured(calls: list[Op]) -> torch.cuda.CUDAGraph:
-    """One graph of all calls, replayed once."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
 def copies(size: int) -> int:
     """How many input sets of `size` bytes are needed to leave the L2."""
     return max(1, min(24, -(-ROTATE // max(size, 1))))
@@ -108,14 +61,15 @@ def gemm(segments: int) -> Iterator[Row]:
         weights = [randn(n, k, scale=0.02) for _ in range(copies(2 * n * k))]
         for m in ROWS:
             x = randn(m, k)
-            peers = products(x)
-            mine, *others = measure(
+            section, point = f"gemm segments={segments}", f"{name} M={m}"
+            mine, others = compared(
+                f"{section} {point}",
                 [lambda w=w: strict(x, w, segments=segments) for w in weights],
-                *[[lambda w=w, op=op: op(w) for w in weights] for op in peers.values()],
+                {peer: [lambda w=w, op=op: op(w) for w in weights] for peer, op in products(x).items()},
             )
             note = f"{2 * m * n * k / mine / 1e6:.0f} TFLOP/s"
-            for peer, other in zip(peers, others, strict=True):
-                yield Row(f"gemm segments={segments}", f"{name} M={m}", mine, peer, other, note)
+            for peer, other in others.items():
+                yield Row(section, point, mine, peer, other, note)
 
 
 def gemm_dx(segments: int) -> Iterator[Row]:
@@ -138,29 +92,33 @@ def gemm_dx(segments: int) -> Iterator[Row]:
 def attention_forward() -> Iterator[Row]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from rl_kernel.ops.attention.triton_kernel import attention
-
     for length in (2048, 4096, 8192, 16384):
         q, k, v = randn(length, HEADS, DIM), randn(length, KV_HEADS, DIM), randn(length, KV_HEADS, DIM)
         cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
         dense = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        flops = 2 * length * length * HEADS * DIM
+        sdpa = torch.nn.functional.scaled_dot_product_attention
         for peer, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
             with sdpa_kernel(backend):
-                mine, other = measure(
-                    [lambda: attention(q, k, v, cu, cu)],
-                    [lambda: torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)],
+                yield from _forward(
+                    length, (q, k, v, cu, cu), peer, lambda: sdpa(*dense, is_causal=True, enable_gqa=True)
                 )
-            note = f"{flops / mine / 1e6:.0f} TFLOP/s"
-            yield Row("attention forward", f"S={length}", mine, peer, other, note)
         fa3 = flash_attention_3()
         if fa3 is not None:
             how = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": length, "max_seqlen_k": length}
-            mine, other = measure(
-                [lambda: attention(q, k, v, cu, cu)],
-                [lambda: fa3.flash_attn_varlen_func(q, k, v, causal=True, fa_version=3, num_splits=1, **how)],
+            how |= {"causal": True, "fa_version": 3, "num_splits": 1}
+            yield from _forward(
+                length, (q, k, v, cu, cu), "FA3 in vLLM", lambda: fa3.flash_attn_varlen_func(q, k, v, **how)
             )
-            yield Row("attention forward", f"S={length}", mine, "FA3 in vLLM", other, note)
+
+
+def _forward(length: int, inputs: tuple[torch.Tensor, ...], peer: str, call: Op) -> Iterator[Row]:
+    from rl_kernel.ops.attention.triton_kernel import attention
+
+    section, point = "attention forward", f"S={length}"
+    mine, others = compared(f"{section} {point}", [lambda: attention(*inputs)], {peer: [call]})
+    note = f"{2 * length * length * HEADS * DIM / mine / 1e6:.0f} TFLOP/s"
+    for name, other in others.items():
+        yield Row(section, point, mine, name, other, note)
 
 
 def attention_backward() -> Iterator[Row]:
@@ -172,11 +130,13 @@ def attention_backward() -> Iterator[Row]:
         cu, dout = torch.tensor([0, length], dtype=torch.int32, device="cuda"), randn(length, HEADS, DIM)
         out, m, l = attention(q, k, v, cu, cu)
         flash = _flash_backward(dout, q, k, v)
-        mine, *others = measure(
-            [lambda: strict(dout, q, k, v, out, m, l, cu)], [lambda: flash(True)], [lambda: flash(False)]
+        mine, others = compared(
+            f"attention backward S={length}",
+            [lambda: strict(dout, q, k, v, out, m, l, cu)],
+            {"SDPA flash, deterministic": [lambda: flash(True)], "SDPA flash, any order": [lambda: flash(False)]},
         )
         note = f"{5 * length * length * HEADS * DIM / mine / 1e6:.0f} TFLOP/s"
-        for peer, other in zip(("SDPA flash, deterministic", "SDPA flash, any order"), others, strict=True):
+        for peer, other in others.items():
             yield Row("attention backward", f"S={length}", mine, peer, other, note)
 
 
@@ -224,15 +184,16 @@ def decode() -> Iterator[Row]:
             table = torch.randperm(pages, device="cuda").int().reshape(batch, -1)
             cu = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
             lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-            sides = [[lambda s=s: paged_attention(*s, table, cu, lens) for s in sets]]
+            peers = {}
             if fa3 is not None:
                 call = _fa3_decode(fa3, table, cu, lens, context)
-                sides.append([lambda s=s: call(*s) for s in sets])
-            mine, *other = measure(*sides)
+                peers["FA3 in vLLM"] = [lambda s=s: call(*s) for s in sets]
+            calls = [lambda s=s: paged_attention(*s, table, cu, lens) for s in sets]
+            mine, others = compared(f"paged decode {name}", calls, peers)
             note = f"{size / mine / 1e6:.2f} TB/s"
             yield Row("paged decode", name, mine, "floor: KV bytes", size / bandwidth, note)
-            if other:
-                yield Row("paged decode", name, mine, "FA3 in vLLM", other[0], f"{size / other[0] / 1e6:.2f} TB/s")
+            for peer, other in others.items():
+                yield Row("paged decode", name, mine, peer, other, f"{size / other / 1e6:.2f} TB/s")
 
 
 def _drawn(*shape: int) -> torch.Tensor:
@@ -278,15 +239,17 @@ def rows() -> Iterator[Row]:
         ) -> Iterator[Row]:
             sets = [[randn(*s) for s in shapes] for _ in range(copies(streams.moved))]
             flat = [[randn(streams.reads, streams.count)] for _ in sets]
-            for op in peers.values():
-                op(*sets[0])  # compiled before anything is captured
-            ours = [(op, sets) for op in (mine, *peers.values())] + [(op, flat) for op in plain(streams)]
-            strict, *others = measure(*[[lambda s=s, op=op: op(*s) for s in inputs] for op, inputs in ours])
+            sides = [(peer, op, sets) for peer, op in peers.items()]
+            sides += [(f"plain {i}", op, flat) for i, op in enumerate(plain(streams))]
+            strict, others = compared(
+                f"rows {name} T={tokens}",
+                [lambda s=s: mine(*s) for s in sets],
+                {peer: [lambda s=s, op=op: op(*s) for s in inputs] for peer, op, inputs in sides},
+            )
             note = f"{streams.moved / strict / 1e6:.2f} TB/s"
-            yield Row("rows", f"{name} T={tokens}", strict, "floor: bytes", streams.moved / bandwidth, note)
-            least = min(others[len(peers) :])
-            yield Row("rows", f"{name} T={tokens}", strict, "plain kernel, same bytes", least, note)
-            for peer, other in zip(peers, others, strict=False):
+            found = {"floor: bytes": streams.moved / bandwidth}
+            found["plain kernel, same bytes"] = min(time for peer, time in others.items() if peer not in peers)
+            for peer, other in (found | {peer: time for peer, time in others.items() if peer in peers}).items():
                 yield Row("rows", f"{name} T={tokens}", strict, peer, other, note)
 
         hidden, heads = tokens * HIDDEN, tokens * HEADS * DIM
@@ -320,17 +283,19 @@ def logp() -> Iterator[Row]:
     w = randn(VOCAB, HIDDEN, scale=0.02)
     for tokens in (1, 16, 64, 128, 256, 2048, 8192):
         h, target = randn(tokens, HIDDEN), torch.arange(tokens, device="cuda") * 7919 % VOCAB
-        peers = heads(h, w, target)
-        mine, *others = measure(
+        mine, others = compared(
+            f"linear logp T={tokens}",
             [lambda: linear_logp(h, w, target, temperature=1.0, vocab=VOCAB)],
-            *[[op] for op in peers.values()], replays=7,
+            {peer: [op] for peer, op in heads(h, w, target).items()}, replays=7,
         )  # fmt: skip
         note = f"{2 * tokens * VOCAB * HIDDEN / mine / 1e6:.0f} TFLOP/s"
-        for peer, other in zip(peers, others, strict=True):
+        for peer, other in others.items():
             yield Row("linear logp", f"T={tokens}", mine, peer, other, note)
         # Where a launch from Python is a small part of it: ours was measured in a graph.
         if tokens >= 2048 and (call := liger(h, w, target)) is not None:
-            yield Row("linear logp", f"T={tokens}", mine, "Liger, forward, no graph", eager(call), note)
+            peer = "Liger, forward, no graph"
+            if (other := eager(f"linear logp T={tokens}: {peer}", call)) is not None:
+                yield Row("linear logp", f"T={tokens}", mine, peer, other, note)
 
 
 def all_reduce() -> Iterator[Row]:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.bench.gpu_bench import Op, Row, captured
+from tests.bench.gpu_bench import Row
+from tests.bench.graph_times import Op, captured
 
 RANKS = 2
 SIZES = tuple(4096 << shift for shift in (0, 2, 4, 6, 8, 9, 10, 11, 12, 13))  # values; 8 KB to 64 MB of bf16
