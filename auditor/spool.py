@@ -8,10 +8,13 @@ import fcntl
 import hashlib
 import itertools
 import logging
+import math
 import os
 import re
+import threading
 import time
-from collections.abc import Container, Iterator
+from collections import deque
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -25,6 +28,8 @@ _SUFFIX = ".batch"
 _NAME = re.compile(r"\d+-\d+-\d+-(\d+)-([0-9a-f]{16})\.batch")
 _DRAFT = re.compile(rf"\.{_NAME.pattern}\.part")
 _DRAFT_OLD_S = 60.0
+_SHARERS = 64
+_BELIEVED = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +50,74 @@ class Claimed:
         self.path.rename(self.path.with_suffix(".bad"))
 
 
+class _Room:
+    """What may be put into a folder. Thread-safe.
+
+    It is not looked at for every batch: a look takes the longer the more lies there, is believed for twenty times as
+    long, and is good for a 64th of what it finds free; where it finds too little, for a no. taken: looks; bytes.
+    """
+
+    def __init__(self, limit_bytes: int, taken: Callable[[], int]) -> None:
+        self._limit_bytes, self._taken = limit_bytes, taken
+        self.forked()
+
+    def forked(self) -> None:
+        """Nothing is known, nor being written, in a child."""
+        self._lock = threading.Lock()
+        self._writing = self._free = self._granted = 0
+        self._until = -math.inf
+
+    def takes(self, size: int) -> bool:
+        """Whether so many bytes find room, which is theirs then until they are `written`."""
+        with self._lock:
+            if time.monotonic() >= self._until or self._granted < size <= self._free:
+                self._look(size)
+            if size > self._granted:
+                return False
+            self._granted -= size
+            self._writing += size
+            return True
+
+    def written(self, size: int) -> None:
+        """They are on disk, where a look finds them, or failed."""
+        with self._lock:
+            self._writing -= size
+
+    def _look(self, size: int) -> None:
+        began = time.monotonic()
+        self._free = self._limit_bytes - self._taken() - self._writing
+        self._granted = max(size, self._free // _SHARERS) if size <= self._free else 0
+        self._until = time.monotonic() + _BELIEVED * (time.monotonic() - began)
+
+
 class Spool:
     """A bounded folder of batches.
 
-    folder: made when needed. limit_bytes: `put` says no beyond it.
+    folder: made when needed. limit_bytes: `put` says no beyond it. One process keeps to it; of several that put at
+    once, each may pass it by a batch, or by a 64th of what it found free when it last looked.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self.folder = folder
-        self._limit_bytes = limit_bytes
         self._serial = itertools.count()
         self._open: set[FileIO] = set()  # locked, or about to be
+        self._ahead: deque[str] = deque()  # what the last look found and nobody has claimed, the oldest first
+        self._room = _Room(limit_bytes, self._bytes)
         follow(self)
         folder.mkdir(parents=True, exist_ok=True)
         self._clear_drafts()
 
     def put(self, payload: bytes, records: int) -> bool:
         """Store a batch durably; False where the limit would be passed. OSError where the disk says no."""
-        if len(payload) + sum(_size(path) for path in self._files()) > self._limit_bytes:
+        if not self._room.takes(len(payload)):
             return False
+        try:
+            self._write(payload, records)
+        finally:
+            self._room.written(len(payload))
+        return True
+
+    def _write(self, payload: bytes, records: int) -> None:
         name = f"{time.time_ns():020d}-{os.getpid()}-{next(self._serial)}-{records}-{_mark(payload)}{_SUFFIX}"
         draft = self.folder / f".{name}.part"
         self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have tidied it away
@@ -77,21 +131,20 @@ class Spool:
         except OSError:
             draft.unlink(missing_ok=True)
             raise
-        return True
 
     def waiting(self) -> int:
         """Records on disk, by the counts in the file names."""
-        return sum(_records_in(path) for path in self._files())
+        return sum(_records_in(entry.name) for entry in self._batches())
 
     def waits(self) -> tuple[int, int]:
         """Records on disk, and their bytes."""
-        files = self._files()
-        return sum(map(_records_in, files)), sum(map(_size, files))
+        batches = [(_records_in(entry.name), _size(entry)) for entry in self._batches()]
+        return sum(records for records, _ in batches), sum(size for _, size in batches)
 
     @contextmanager
     def claim_oldest(self, but: Container[Path] = ()) -> Iterator[Claimed | None]:
         """Hold the oldest batch that no other client holds and that is not in `but`; None where there is none."""
-        for path in self._files():
+        for path in self._in_turn():
             if path in but:
                 continue
             try:
@@ -106,7 +159,11 @@ class Spool:
                     continue
                 if os.fstat(file.fileno()).st_nlink == 0:
                     continue
-                yield Claimed(path, payload, _records_in(path), _is_whole(path, payload))
+                try:
+                    yield Claimed(path, payload, _records_in(path.name), _is_whole(path.name, payload))
+                finally:
+                    if path.exists():
+                        self._ahead.appendleft(path.name)
                 return
         yield None
 
@@ -115,6 +172,8 @@ class Spool:
         for file in self._open:
             file.close()
         self._open.clear()
+        self._ahead.clear()
+        self._room.forked()
 
     @contextmanager
     def _held(self, file: FileIO) -> Iterator[FileIO]:
@@ -130,12 +189,24 @@ class Spool:
             if not file.closed:
                 _let_go(file)
 
-    def _files(self) -> list[Path]:
-        """The batches, the oldest first; none where the folder is gone."""
+    def _in_turn(self) -> Iterator[Path]:
+        """The batches, the oldest first. All that a look at the folder finds has its turn before the next look."""
+        for again in (True, False):
+            while self._ahead:
+                yield self.folder / self._ahead.popleft()
+            if again:
+                self._ahead.extend(sorted(entry.name for entry in self._batches()))
+
+    def _batches(self) -> list[os.DirEntry[str]]:
+        """In any order; none where the folder is gone."""
         try:
-            return sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
+            with os.scandir(self.folder) as entries:
+                return [entry for entry in entries if _NAME.fullmatch(entry.name)]
         except FileNotFoundError:
             return []
+
+    def _bytes(self) -> int:
+        return sum(map(_size, self._batches()))
 
     def _sync(self) -> None:
         """Make the names durable too."""
@@ -173,9 +244,9 @@ def _mark(payload: bytes) -> str:
     return hashlib.sha256(payload).hexdigest()[:16]
 
 
-def _is_whole(path: Path, payload: bytes) -> bool:
-    match = _NAME.fullmatch(path.name)
-    assert match, path
+def _is_whole(name: str, payload: bytes) -> bool:
+    match = _NAME.fullmatch(name)
+    assert match, name
     return match[2] == _mark(payload)
 
 
@@ -192,15 +263,15 @@ def _is_abandoned(draft: Path) -> bool:
         return False
 
 
-def _size(path: Path) -> int:
+def _size(batch: os.DirEntry[str]) -> int:
     """Bytes; none where another client, or another thread, has sent the batch meanwhile."""
     try:
-        return path.stat().st_size
+        return batch.stat().st_size
     except OSError:
         return 0
 
 
-def _records_in(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match, path
+def _records_in(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    assert match, name
     return int(match[1])

@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -148,6 +149,92 @@ def test_a_name_is_durable_before_the_batch_counts_as_stored(tmp_path: Path, mon
     spooled(tmp_path)
     assert synced[-1] == str(tmp_path)
     assert synced[0].endswith(".part")
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one with each look at a folder."""
+    seen: list[object] = []
+    real = os.scandir
+
+    def scandir(folder: Path) -> object:
+        seen.append(folder)
+        return real(folder)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    return seen
+
+
+def test_a_batch_costs_no_look_at_all_that_lies_there(tmp_path: Path, looks: list[object]) -> None:
+    """A worker that is forked off puts one for each record, and its parent sends them one by one."""
+    for number in range(3000):
+        (tmp_path / f"{number:020d}-1-{number}-1-{'ab' * 8}.batch").write_bytes(b"one")
+    spool = Spool(tmp_path, 1 << 30)
+    looks.clear()
+    assert all(spool.put(b"more", 1) for _ in range(100))
+    assert len(looks) < 50
+    looks.clear()
+    names = []
+    for _ in range(3100):
+        with spool.claim_oldest() as claimed:
+            assert claimed is not None
+            names.append(claimed.path.name)
+            claimed.remove()
+    assert (names, len(looks)) == (sorted(names), 1)
+    with spool.claim_oldest() as claimed:
+        assert claimed is None
+
+
+def test_a_batch_that_could_not_be_sent_stays_the_first(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 1 << 30)
+    assert all(spool.put(b"%d" % number, 1) for number in range(3))
+    seen = []
+    for take in (False, True, False, True, True):
+        with spool.claim_oldest() as claimed:
+            assert claimed is not None
+            seen.append(claimed.payload)
+            if take:
+                claimed.remove()
+    assert seen == [b"0", b"0", b"1", b"1", b"2"]
+
+
+def held(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def fill(spool: Spool, size: int) -> int:
+    """Put until there is no room; how many were taken."""
+    return sum(1 for _ in iter(lambda: spool.put(b"x" * size, 1), False))
+
+
+def test_the_threads_of_a_process_fill_a_spool_to_its_limit_and_not_beyond(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: time.sleep(0.001))  # long enough for the others to put meanwhile
+    spool, limit = Spool(tmp_path, 20_000), 20_000
+    with ThreadPoolExecutor(8) as pool:
+        puts = list(pool.map(lambda _: spool.put(b"x" * 99, 1), range(300)))
+    assert limit // 99 - 8 <= sum(puts) <= limit // 99, "what is being written may count twice"
+    assert held(tmp_path) <= limit
+    with spool.claim_oldest() as claimed:
+        assert claimed is not None
+        claimed.remove()
+    deadline = time.monotonic() + 10
+    while not spool.put(b"x" * 99, 1):
+        assert time.monotonic() < deadline, "a no is for a while"
+
+
+def test_several_that_put_pass_the_limit_by_a_64th_of_it_each_at_the_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each looks when all is free, and puts what it may when the first has filled the folder."""
+    monkeypatch.setattr("auditor.spool._BELIEVED", 1e9)
+    limit, size = 64_000, 100
+    spools = [Spool(tmp_path, limit) for _ in range(5)]
+    assert all(spool.put(b"x" * size, 1) for spool in spools)
+    assert fill(spools[0], size) == limit // size - 5
+    assert [fill(spool, size) for spool in spools] == [0, 8, 8, 8, 8], "each had put one of nine"
+    assert held(tmp_path) <= limit + 4 * limit // 64
 
 
 def test_a_token_that_cannot_be_had_loses_no_record(tmp_path: Path) -> None:
