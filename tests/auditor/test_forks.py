@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from auditor.client import AuditClient
 from auditor.spool import Spool
+from tests.auditor.processes import REPOSITORY
 from tests.auditor.samples import pair
 from tests.auditor.test_spool import NOBODY, payload, server, spooled
 
@@ -213,6 +215,43 @@ def test_a_worker_that_outlives_its_parent_holds_nothing_of_it(
         os.kill(child, signal.SIGKILL)
         os.close(told)
         os.close(tells)
+
+
+ENDS_BY_SYS_EXIT = """
+import os, sys
+import grpc._channel
+from auditor.client import AuditClient
+from tests.auditor.processes import REPOSITORY
+from tests.auditor.samples import pair
+
+parent = os.getpid()
+torn_down = grpc._channel.Channel.__del__
+grpc._channel.Channel.__del__ = lambda channel: os._exit(98) if os.getpid() != parent else torn_down(channel)
+
+
+def work(n):
+    with AuditClient(sys.argv[1], "run", spool_dir=sys.argv[2]) as client:
+        client.submit_trainer(pair("own")[1])
+        workers = []
+        for _ in range(n):
+            workers.append(os.fork())
+            if workers[-1] == 0:
+                client.submit_rollout(pair(str(os.getpid()))[0])
+                sys.exit(0)
+        assert [os.waitpid(worker, 0)[1] for worker in workers] == [0] * n
+    print(client.counts.accepted)
+
+
+work(20)
+"""
+
+
+def test_a_worker_may_end_by_sys_exit_and_tears_down_nothing_of_grpc(tmp_path: Path) -> None:
+    """It leaves the frames of its parent's script, and all that they hold, as the interpreter ends."""
+    with server() as address:
+        command = [sys.executable, "-c", ENDS_BY_SYS_EXIT, address, str(tmp_path)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "21\n"), done.stderr
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
