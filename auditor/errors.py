@@ -4,7 +4,8 @@
     ├── ConfigError          a configuration that cannot be started from
     ├── RecordError          a record that is refused: it can never become right by trying again
     │   ├── ConflictError    another record is already stored under the same run, step, sample and side
-    │   └── LimitError       a record or batch beyond a size limit
+    │   ├── LimitError       a record or batch beyond a size limit
+    │   └── EvidenceError    a stored record that is not what was stored, as after a fault of the disk
     ├── AuthError            a call without the token that is asked for
     │   └── ForbiddenError   a token that does not cover the run
     ├── NoMethodError        a call of a method that there is not
@@ -25,6 +26,7 @@ __all__ = [
     "ChainError",
     "ConfigError",
     "ConflictError",
+    "EvidenceError",
     "ForbiddenError",
     "LedgerError",
     "LimitError",
@@ -69,6 +71,12 @@ class LimitError(RecordError):
     """A record or batch that is larger than the limits."""
 
     code = "too_large"
+
+
+class EvidenceError(RecordError):
+    """A stored record that is not what was stored."""
+
+    code = "evidence_unreadable"
 
 
 class AuthError(AuditorError):

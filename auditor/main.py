@@ -108,7 +108,7 @@ class Auditor:
         ask = self._queue.put if config.weights_root is not None else None
         self._searches = SearchQueue(config.diagnose_per_step)
         self._pipeline = Pipeline(
-            contracts, _policy(config), self._board, ask, self._queue.room, self._count_fault, self._searches
+            contracts, _policy(config), self._board, ask, self._queue.room, self._metrics.count_error, self._searches
         )
         self._outcomes = Outcomes(self._reader, self._writer, self._pipeline, self._metrics, self._stopping)
         self._parts.callback(self._outcomes.forgive_search)
@@ -147,7 +147,8 @@ class Auditor:
     def _token_evidence(self, config: Config, wanted: Wanted) -> TokenEvidence:
         place = config.evidence_place
         files = FilePlace("evidence_place", place, store_access(config))
-        return TokenEvidence(self._reader, self._writer, wanted, place, files, self._stopping)
+        failed = partial(self._metrics.count_error, "evidence")
+        return TokenEvidence(self._reader, self._writer, wanted, place, files, self._stopping, failed)
 
     def _every(self, period_s: float, name: str, look: Callable[[], None], part: str = "upkeep") -> None:
         self._parts.callback(Periodic(name, period_s, look, partial(self._metrics.count_error, part)).close)
@@ -218,9 +219,6 @@ class Auditor:
         beside = find(pool, idle, beside=True)
         self._parts.callback(RecomputePool(weights, beside, *causes, told, seconds, said.search_answered).close)
         return True
-
-    def _count_fault(self, part: str) -> None:
-        self._metrics.count_error(part, AuditorError.code)
 
     def _start_http(self, api: Any, address: str, tls: TlsFiles | None) -> str:
         """Serve in a thread; returns the bound host:port."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from auditor.errors import AuditorError, LedgerError, RecomputeError, RecordError
+from auditor.errors import AuditorError, EvidenceError, LedgerError, RecomputeError
 from auditor.export.metrics import Metrics
 from auditor.judge import ReferenceLogprobs
 from auditor.pipeline import Pipeline
@@ -41,11 +41,11 @@ class Outcomes:
         """A sample's two records; RecomputeError where they are held no more, or cannot be read."""
         try:
             rollout, trainer = self._reader.record(key, "rollout"), self._reader.record(key, "trainer")
-        except RecordError as error:
+        except EvidenceError as error:
             said = (
                 f"the ledger's evidence of {key} cannot be read ({error}); `python -m auditor.verify` checks all of it"
             )
-            raise RecomputeError(said, "evidence_unreadable") from None
+            raise RecomputeError(said, error.code) from None
         if not (isinstance(rollout, RolloutRecord) and isinstance(trainer, TrainerRecord)):
             raise RecomputeError(f"the evidence of {key} has been retired", "evidence_retired")
         return rollout, trainer

@@ -12,11 +12,10 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
-from auditor import codec
 from auditor.causes.sample import diagnose_pair
 from auditor.compare import ULP_EDGES, Comparison
 from auditor.drift import NOTHING
-from auditor.errors import ConflictError, RecomputeError, RecordError
+from auditor.errors import AuditorError, ConflictError, EvidenceError, RecomputeError, RecordError
 from auditor.judge import (
     MISSING_SIDE,
     SEARCHING,
@@ -100,8 +99,8 @@ class Pipeline:
     policy: which agreeing samples to recompute. recompute: hands a sample to the reference, the urgent ones first;
     None where there is no reference, and mismatches stay without a side. room: whether one more sample, urgent or not,
     may wait for the reference beside so many that the same transaction has handed over already. on_fault: told of each
-    sample that could not be judged (`judge`), or whose causes could not be looked for (`causes`). searches: what of the
-    mismatches that the reference has spoken on is searched for causes; None: nothing is.
+    sample that could not be judged (`judge`), or whose causes could not be looked for (`causes`), and the code.
+    searches: what of the mismatches that the reference has spoken on is searched for causes; None: nothing is.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Pipeline:
         observer: Observer,
         recompute: Callable[[SampleKey, bool], None] | None,
         room: Callable[[bool, int], bool] = lambda urgent, asked: True,
-        on_fault: Callable[[str], None] = lambda part: None,
+        on_fault: Callable[[str, str], None] = lambda part, code: None,
         searches: SearchQueue | None = None,
     ) -> None:
         self._contracts = contracts
@@ -138,19 +137,27 @@ class Pipeline:
         before = unit.judgement(key)
         if before is None or before.reference is not Reference.QUEUED:
             return
+        try:
+            after = self._concluded(unit, key, before, outcome)
+        except EvidenceError as error:  # since it was read for the reference
+            after = self._concluded(unit, key, before, RecomputeError(str(error), error.code))
+        self._rejudge(unit, key, before, after)
+
+    def _concluded(
+        self, unit: Unit, key: SampleKey, before: Judgement, outcome: ReferenceLogprobs | RecomputeError
+    ) -> Judgement:
         if isinstance(outcome, RecomputeError):
-            after = replace(
+            unit.count("recompute_errors", run_id=key.run_id, code=outcome.code)
+            return replace(
                 self._without_reference(unit, key, before),
                 reference=Reference.FAILED,
                 reference_error=f"{outcome.code}: {outcome}",
             )
-            unit.count("recompute_errors", run_id=key.run_id, code=outcome.code)
-        else:
-            rollout, trainer = self._pair(unit, key)
-            after = self._hand_on(unit, key, judge_with_reference(before, rollout, trainer, outcome))
-            unit.keep_reference(key, outcome.rollout)
-            self._count_reference(unit, key, after)
-        self._rejudge(unit, key, before, after)
+        rollout, trainer = self._pair(unit, key)
+        after = self._hand_on(unit, key, judge_with_reference(before, rollout, trainer, outcome))
+        unit.keep_reference(key, outcome.rollout)
+        self._count_reference(unit, key, after)
+        return after
 
     def explain(self, unit: Unit, key: SampleKey, causes: tuple[dict[str, Any], ...] | None, why: str = "") -> None:
         """Take in what a search for causes found, or None where it failed, and why; said again, it changes nothing."""
@@ -208,17 +215,17 @@ class Pipeline:
             rollout, trainer = _ordered(record, other.decoded())
             pair = judge_pair(rollout, trainer, self._contracts)
         except RecordError as error:
-            why = f"evidence_unreadable: the stored {_OTHER[record.side]} record: {error}"
+            why = f"the stored {_OTHER[record.side]} record: {error}"
             log.error("sample %s cannot be judged: %s", record.key, why)
-            return self._not_judged(unit, why)
+            return self._not_judged(unit, EvidenceError.code, why)
         except Exception as error:
             log.exception("sample %s could not be judged", record.key)
-            return self._not_judged(unit, f"internal: {error!r}")
+            return self._not_judged(unit, AuditorError.code, repr(error))
         return self._count_pair(unit, rollout, trainer, pair)
 
-    def _not_judged(self, unit: Unit, why: str) -> PairJudgement:
-        unit.after_commit.append(partial(self._on_fault, "judge"))
-        return PairJudgement(Judgement(Verdict.ERROR, reference_error=why), None)
+    def _not_judged(self, unit: Unit, code: str, why: str) -> PairJudgement:
+        unit.after_commit.append(partial(self._on_fault, "judge", code))
+        return PairJudgement(Judgement(Verdict.ERROR, reference_error=f"{code}: {why}"), None)
 
     def _count_pair(
         self, unit: Unit, rollout: RolloutRecord, trainer: TrainerRecord, pair: PairJudgement
@@ -246,7 +253,7 @@ class Pipeline:
         except Exception:
             # The records are sound: their batch must not fail for a guess, nor be sent again for ever.
             log.exception("causes of %s were not found", rollout.key)
-            unit.after_commit.append(partial(self._on_fault, "causes"))
+            unit.after_commit.append(partial(self._on_fault, "causes", AuditorError.code))
             return with_causes(judgement, None)
         return with_causes(judgement, tuple(cause.to_json() for cause in causes))
 
@@ -323,10 +330,10 @@ class Pipeline:
             unit.after_commit.append(_tell_side(self._observer, run_id, side, step, unit.now))
 
     def _pair(self, unit: Unit, key: SampleKey) -> tuple[RolloutRecord, TrainerRecord]:
-        rollout, trainer = unit.payload(key, "rollout"), unit.payload(key, "trainer")
+        rollout, trainer = unit.with_content(key, "rollout"), unit.with_content(key, "trainer")
         assert rollout is not None, f"the rollout record of {key} is gone while its reference is queued"
         assert trainer is not None, f"the trainer record of {key} is gone while its reference is queued"
-        return _ordered(codec.decode(rollout), codec.decode(trainer))
+        return _ordered(rollout.decoded(), trainer.decoded())
 
 
 def _tell(observer: Observer, run_id: str, step: int, totals: Totals, gained: Totals) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final, Literal
 
-from auditor.errors import RecordError
+from auditor.errors import EvidenceError
 from auditor.file_place import FilePlace
 from auditor.judge import SEARCHING, Judgement, Reference, Verdict
 from auditor.records import RolloutRecord, SampleKey, TrainerRecord
@@ -34,12 +34,20 @@ _TOO_MANY: Final = 5000
 class TokenEvidence:
     """wanted: which samples. place: what it is called in the ledger, where several may be; files: what lies there.
 
-    stopping: set where no further file is begun.
+    stopping: set where no further file is begun. on_error: told the code of each sample that cannot be read.
     """
 
     def __init__(
-        self, reader: Reader, writer: Writer, wanted: Wanted, place: str, files: FilePlace, stopping: threading.Event
+        self,
+        reader: Reader,
+        writer: Writer,
+        wanted: Wanted,
+        place: str,
+        files: FilePlace,
+        stopping: threading.Event,
+        on_error: Callable[[str], None] = lambda code: None,
     ) -> None:
+        self._on_error = on_error
         self._reader, self._writer, self._files, self._stopping = reader, writer, files, stopping
         self._wanted, self._name = wanted, f"{wanted} {place}"
         self._reached = reader.exported(self._name)
@@ -74,7 +82,8 @@ class TokenEvidence:
             return None
         try:
             return judged_sample(self._reader, verdict, judgement)
-        except RecordError as error:
+        except EvidenceError as error:
+            self._on_error(error.code)
             log.error("%s has no token rows: %s; `python -m auditor.verify` checks all of it", verdict.key, error)
             return None
 

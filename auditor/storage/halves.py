@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from auditor.codec import decode
+from auditor.errors import EvidenceError, RecordError
 from auditor.judge import Judgement
 from auditor.records import Record, SampleKey, Side
+from auditor.storage.chain import digest
 
 _BYTES: Final = 64 << 20
 # What a sample takes beside its arrays: a dozen objects.
@@ -36,11 +38,16 @@ class Held:
         return self.payload is None and self.record is None
 
     def decoded(self) -> Record:
-        """The record; RecordError where the stored bytes are none any more."""
+        """The record; EvidenceError where the stored bytes are not those that were stored, be they one or not."""
         if self.record is not None:
             return self.record
         assert self.payload is not None, "asked of a record that has been retired"
-        return decode(self.payload)
+        if digest(self.payload) != self.digest:
+            raise EvidenceError("the stored content is not what was stored: its digest is another")
+        try:
+            return decode(self.payload)
+        except RecordError as error:
+            raise EvidenceError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)

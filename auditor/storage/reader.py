@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from auditor import codec
 from auditor.compare import Logprobs
 from auditor.errors import LedgerError, NotFoundError
 from auditor.judge import SEARCHING, Judgement, Reference, Verdict
 from auditor.records import SIDES, Record, SampleKey, Side
 from auditor.storage.database import Database, Row, number_at
+from auditor.storage.halves import Held
 from auditor.storage.rows import RunRow, SampleRow, StepRow, Totals
 
 _RUNS = (
@@ -129,11 +129,15 @@ class Reader:
         return _sample(rows[0])
 
     def record(self, key: SampleKey, side: Side) -> Record | None:
-        """What a side reported, or None where it has not or the evidence has been retired."""
+        """What a side reported, or None where it has not or the evidence has been retired.
+
+        EvidenceError where the stored bytes are not those that were stored.
+        """
         rows = self.database.all(
-            "SELECT payload FROM records WHERE run_id = ? AND step = ? AND sample_id = ? AND side = ?", (*key, side)
+            "SELECT digest, payload FROM records WHERE run_id = ? AND step = ? AND sample_id = ? AND side = ?",
+            (*key, side),
         )
-        return codec.decode(bytes(rows[0][0])) if rows and rows[0][0] is not None else None
+        return Held(bytes(rows[0][0]), bytes(rows[0][1])).decoded() if rows and rows[0][1] is not None else None
 
     def entry(self, key: SampleKey, side: Side) -> tuple[int, bytes] | None:
         """Where in the chain a side's record is, and its digest, also where the content has been retired."""

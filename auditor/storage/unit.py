@@ -121,11 +121,11 @@ class Unit:
         self._held[key] = both if held else {side: new}
         return Stored.ACCEPTED
 
-    def payload(self, key: SampleKey, side: Side) -> bytes | None:
-        """The record of one side, or None where it has not come (or has been retired)."""
+    def with_content(self, key: SampleKey, side: Side) -> Held | None:
+        """The record of one side as the ledger has it, or None where it has not come (or has been retired)."""
         self._write_waiting()
-        rows = self._database.all(f"SELECT payload FROM records {_OF_SAMPLE} AND side = ?", (*key, side))
-        return bytes(rows[0][0]) if rows and rows[0][0] is not None else None
+        rows = self._database.all(f"SELECT digest, payload FROM records {_OF_SAMPLE} AND side = ?", (*key, side))
+        return Held(bytes(rows[0][0]), bytes(rows[0][1])) if rows and rows[0][1] is not None else None
 
     def judgement(self, key: SampleKey) -> Judgement | None:
         """The present judgement of a sample."""

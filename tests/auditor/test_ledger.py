@@ -64,7 +64,8 @@ def test_a_record_is_stored_once_and_a_different_one_is_a_conflict(connect: Open
         with pytest.raises(ConflictError, match="a different rollout record"):
             add(unit, key, "rollout", b"two")
         assert add(unit, key, "trainer", b"two") is Stored.ACCEPTED
-    assert (unit.payload(key, "rollout"), unit.payload(key, "trainer")) == (b"one", b"two")
+    held = unit.with_content(key, "rollout"), unit.with_content(key, "trainer")
+    assert [one and one.payload for one in held] == [b"one", b"two"]
     ledger.close()
 
 

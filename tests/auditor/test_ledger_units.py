@@ -92,8 +92,8 @@ def test_what_a_transaction_has_brought_is_what_it_retires(connect: Open) -> Non
     with ledger.transaction() as unit:
         receive(unit, pair("0"))
         unit.drop_evidence([1], [SampleKey("run", 0, "0")])
-        assert unit.payload(SampleKey("run", 0, "0"), "rollout") is None
-        assert unit.payload(SampleKey("run", 0, "0"), "trainer") is not None
+        assert unit.with_content(SampleKey("run", 0, "0"), "rollout") is None
+        assert unit.with_content(SampleKey("run", 0, "0"), "trainer") is not None
     assert verify(connect(False)).payloads == 2, "the trainer's record and the verdict"
     ledger.close()
 

@@ -1,6 +1,7 @@
 """After a commit whose answer is lost, and after stored bytes that have rotted: what is shown is what is durable."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from auditor.codec import encode
 from auditor.contracts import known_contracts
 from auditor.errors import LedgerError
 from auditor.export.board import Board
-from auditor.judge import Verdict
+from auditor.judge import Faulty, Reference, ReferenceLogprobs, Verdict
 from auditor.pipeline import Incoming, Pipeline
 from auditor.records import Record, SampleKey
 from auditor.sampling import Rate
@@ -25,7 +26,7 @@ class World:
     """An auditor's writer and board, and a database whose next commit may happen without an answer."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self.cut, self.faults = str(path), False, list[str]()
+        self.path, self.cut, self.faults = str(path), False, list[tuple[str, str]]()
         self.database = open_database(self.path, writer=True)
         run = self.database.run
 
@@ -40,7 +41,9 @@ class World:
         self.ledger = Ledger(self.database)
         self.reader = Reader(lambda: open_database(self.path, writer=False))
         self.board = Board(shown_runs=10)
-        self.flow = Pipeline(known_contracts(), Rate(0.0), self.board, None, on_fault=self.faults.append)
+        self.flow = Pipeline(
+            known_contracts(), Rate(0.0), self.board, None, on_fault=lambda *fault: self.faults.append(fault)
+        )
         self.writer = Writer(self.ledger, self.board.commit, self.recover, 8)
 
     def recover(self) -> None:
@@ -90,24 +93,41 @@ def test_a_transaction_after_the_lost_one_is_counted_once(world: World) -> None:
     assert snapshot.counters["mismatched_tokens", (("run_id", "run"), ("side", "pair"))] == 1
 
 
-@pytest.mark.parametrize("rotten", [b"\xff" * 9, b"", "the other side"])
+@pytest.mark.parametrize("rotten", [b"\xff" * 9, b"", "the other side", "one bit"])
 def test_a_rotten_record_costs_its_own_sample_a_verdict_and_no_other_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rotten: bytes | str
 ) -> None:
     before = World(tmp_path / "ledger.db", monkeypatch)
     before.receive(*(pair(name)[0] for name in "012"))
-    payload = encode(pair("1")[1]) if isinstance(rotten, str) else rotten
+    rollout, trainer = pair("1")
+    still_records = {"the other side": trainer, "one bit": one_ulp_off(rollout)}
+    payload = encode(still_records[rotten]) if isinstance(rotten, str) else rotten
     before.writer.submit(
         lambda unit: before.database.run("UPDATE records SET payload = ? WHERE sample_id = '1'", (payload,))
     ).result()
     before.close()
-    after = World(tmp_path / "ledger.db", monkeypatch)
-    assert after.receive(*(pair(name)[1] for name in "012")) == ["accepted"] * 3
-    said = [after.reader.sample(SampleKey("run", 0, name)).judgement for name in "012"]
+    with closing(World(tmp_path / "ledger.db", monkeypatch)) as after:
+        assert after.receive(*(pair(name)[1] for name in "012")) == ["accepted"] * 3
+        said = [after.reader.sample(SampleKey("run", 0, name)).judgement for name in "012"]
     assert [judgement.verdict for judgement in said] == [Verdict.MATCH, Verdict.ERROR, Verdict.MATCH]
     assert said[1].reference_error.startswith("evidence_unreadable: the stored rollout record: ")
-    assert after.faults == ["judge"]
-    after.close()
+    assert after.faults == [("judge", "evidence_unreadable")]
+
+
+def test_a_record_that_rots_while_the_reference_is_asked_is_not_judged_by_what_it_has_become(world: World) -> None:
+    flow, key = Pipeline(known_contracts(), Rate(0.0), world.board, lambda key, urgent: None), SampleKey("run", 0, "0")
+    rollout, trainer = pair("0")
+    wrong, batch = one_ulp_off(trainer), [rollout, one_ulp_off(trainer)]
+    world.writer.submit(lambda unit: flow.receive(unit, [Incoming(one, encode(one)) for one in batch])).result()
+    rot = "UPDATE records SET payload = ? WHERE side = 'trainer'"
+    world.writer.submit(lambda unit: world.database.run(rot, (encode(trainer),))).result()
+    said = ReferenceLogprobs(wrong.logprobs, wrong.logprobs, "fma32")
+    world.writer.submit(lambda unit: flow.conclude(unit, key, said)).result()
+    judgement = world.reader.sample(key).judgement
+    assert (judgement.reference, judgement.side) == (Reference.FAILED, Faulty.UNKNOWN)
+    assert judgement.reference_error.startswith("evidence_unreadable: ")
+    counters = world.board.snapshot().counters
+    assert counters["recompute_errors", (("code", "evidence_unreadable"), ("run_id", "run"))] == 1
 
 
 def test_a_scrape_has_so_many_runs_and_no_more_those_that_were_heard_of_last(world: World) -> None:
