@@ -1,5 +1,6 @@
 """The client's connection to an auditor: batches out, and what a failed call says of when to try again."""
 
+import ipaddress
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ _OPTIONS = (
 
 
 class Channel:
-    """address: host:port of the auditor's gRPC. token: a bearer token or a function that gives the one in force.
+    """address: host:port of the auditor's gRPC, or dns:///host:port. token: a bearer token or a function that gives it.
 
     credentials: for TLS; None speaks plain text. ConfigError: an address that is none, a token that no call carries.
     """
@@ -70,10 +71,19 @@ class Channel:
 
 
 def require_host_port(name: str, address: str) -> None:
-    """ConfigError where it is no host:port: gRPC would look for it for ever."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ConfigError(f"{name} {address!r} is no host:port, such as 127.0.0.1:50051")
+    """ConfigError where it is no host:port, nor that behind `dns:///`: gRPC would look for it for ever."""
+    host, _, port = address.removeprefix("dns:///").rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= 65535
+    if not (host and is_port) or "/" in host or any(map(str.isspace, host)) or _is_ipv6(host):
+        raise ConfigError(f"{name} {address[:100]!r} is no host:port, such as 127.0.0.1:50051 or [::1]:50051")
+
+
+def _is_ipv6(host: str) -> bool:
+    """Without its brackets, so that the port would be taken for a part of it."""
+    try:
+        return isinstance(ipaddress.ip_address(host), ipaddress.IPv6Address)
+    except ValueError:
+        return False
 
 
 def pause_of(call: Any, least_s: float, most_s: float) -> float:

@@ -203,8 +203,9 @@ def weights_place(config: Config) -> WeightsPlace | None:
 def split_address(name: str, address: str) -> tuple[str, int]:
     """Host and port of `host:port`; ValueError names the setting."""
     host, separator, port = address.rpartition(":")
-    if not (separator and host and port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ValueError(f"{name}: {address!r} is no host:port with a port of 0..65535")
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not (separator and host and is_number) or int(port) > 65535:
+        raise ValueError(f"{name}: {address[:100]!r} is no host:port with a port of 0..65535")
     return host.strip("[]"), int(port)
 
 

@@ -45,10 +45,24 @@ def server(missing_receipts: int = 0, seconds: float = 0.0) -> Iterator[str]:
         running.stop(grace=None).wait()
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "nonsense", "nobody:port", ":9", "nobody:99999", ""])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("http://127.0.0.1:9", "nonsense", "nobody:port", ":9", "nobody:99999", "", "nobody:0", "::1:9", " nobody:9"),
+        *("dns:///nobody", "dns:///", "dns://8.8.8.8/nobody:9", "nobody:" + "9" * 5000),
+    ],
+)
 def test_an_address_that_is_none_is_refused_where_the_client_is_made(tmp_path: Path, address: str) -> None:
-    with pytest.raises(ConfigError, match="is no host:port"):
+    with pytest.raises(ConfigError, match="is no host:port") as refused:
         AuditClient(address, "run", spool_dir=tmp_path)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("host", ["dns:///localhost", "ipv4:127.0.0.1", "localhost"])
+def test_an_address_may_be_one_of_grpcs_own_targets(tmp_path: Path, host: str) -> None:
+    with server() as address, AuditClient(f"{host}:{address.partition(':')[2]}", "run", spool_dir=tmp_path) as client:
+        client.submit_rollout(pair()[0])
+        assert client.flush(10).accepted == 1
 
 
 @pytest.mark.parametrize("bound", [{"queue_size": -1}, {"queue_bytes": -1}])

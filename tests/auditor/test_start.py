@@ -63,6 +63,7 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
         ("retain_look_s: 1.0e+10", "retain_look_s: 1e+10 s is longer than 1e+09, 30 years"),
         ("grpc: nowhere", "no host:port"),
         ("grpc: 127.0.0.1:99999", "no host:port"),
+        (f"grpc: 127.0.0.1:{'9' * 5000}", "no host:port"),
         ("http: 0.0.0.0:1", "can be reached from other machines"),
         ("weights_root: /no/such", "is no folder"),
         ("recompute_pool: foo:bar", "recompute_pool 'foo:bar': No module named 'foo'; give process,"),
