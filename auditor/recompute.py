@@ -126,7 +126,8 @@ class RecomputePool:
             try:
                 worker = worker or self._start()
                 if not worker.wait(_PLACE_S):
-                    return worker, RecomputeError(f"no core was free for a worker for {_PLACE_S:g} s", "no_worker")
+                    said = f"no worker was there within {_PLACE_S:g} s: it has not started, or no core is free for it"
+                    return worker, RecomputeError(said, "no_worker")
                 there = True
                 return worker, self._ask(worker, key, self._loaded(key))
             except _TimedOut:

@@ -248,12 +248,12 @@ def main(place: WeightsPlace, parent: int, idle: bool) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return  # it was killed before that
-    if idle:
+    models = Models(place.open())
+    write_frame(sys.stdout.buffer, {"there": True})
+    if idle:  # from here on, for one that only starts is waited for so long and no longer
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
         os.nice(5)
-    models = Models(place.open())
-    write_frame(sys.stdout.buffer, {"there": True})
     while True:
         try:
             job, body = read_frame(sys.stdin.buffer)

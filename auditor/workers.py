@@ -8,13 +8,17 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Final, Protocol, cast
 
 from auditor.errors import ConfigError
 from auditor.frames import read_frame, write_frame
 from auditor.weights_place import WeightsPlace
+
+# A process is there within a second or two, but for a disk or a store that does not answer.
+_START_S: Final = 60.0
 
 
 class Worker(Protocol):
@@ -42,24 +46,29 @@ class ProcessWorker:
     """A process on this machine, spoken to over pipes. weights: where it finds them.
 
     idle: it runs only on cores that nothing else wants, so that a job beside it loses no time, and verdicts come later.
+    start_s: after which one that is not there is taken for one that hangs.
     """
 
-    def __init__(self, weights: WeightsPlace, idle: bool = False) -> None:
+    def __init__(self, weights: WeightsPlace, idle: bool = False, start_s: float = _START_S) -> None:
         command = [sys.executable, "-m", "auditor.recompute_worker", weights.to_json(), str(os.getpid())]
         command += ["idle"] if idle else []
         # As many workers as cores are wanted, and threads of NumPy's products wait in a spin, at the others' cost.
         environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self._there = False
+        self._there, self._start_s, self._started = False, start_s, time.monotonic()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has said that it is there."""
+        """Whether it has said that it is there. EOFError where it was not for `start_s`; it is killed then."""
         stdout = cast(BinaryIO, self._process.stdout)
         if not self._there:
+            left = max(0.0, self._started + self._start_s - time.monotonic())
             poll = select.poll()
             poll.register(stdout, select.POLLIN)
-            if not poll.poll(1e3 * seconds):
-                return False
+            if not poll.poll(1e3 * min(seconds, left)):
+                if seconds < left:
+                    return False
+                self.kill()
+                raise EOFError(f"the worker had not started after {self._start_s:g} s")
             read_frame(stdout)
             self._there = True
         return True
