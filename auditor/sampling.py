@@ -5,6 +5,8 @@ that both sides share: then only a recomputation can tell.
 """
 
 import hashlib
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -58,23 +60,30 @@ class FirstOfStep:
 
     stratified: strata are the engine and the response length by powers of two; otherwise a step is one stratum. Samples
     are known by name: asked again, after a write that failed, the answer is the same. What was chosen is kept in
-    memory: after a restart an open step may get up to k more, never fewer.
+    memory, 8 bytes a sample: after a restart an open step may get up to k more, never fewer.
     """
 
     k: int
     stratified: bool = False
-    _chosen: dict[tuple[str, int, str, int], set[str]] = field(default_factory=dict)
+    # Hashes of names in ascending order. Two with one hash are both taken, in one place.
+    _chosen: dict[tuple[str, int, str, int], "array[int]"] = field(default_factory=dict)
 
     def wants(self, candidate: Candidate) -> bool:
         """Whether it is one of the first k of its stratum."""
         stratum = (candidate.engine_id, candidate.response_len.bit_length()) if self.stratified else ("", 0)
         name = (candidate.key.run_id, candidate.key.step, *stratum)
-        chosen = self._chosen.setdefault(name, set())
-        if len(chosen) < self.k:
-            chosen.add(candidate.key.sample_id)
-        while len(self._chosen) > _STEPS_REMEMBERED:
-            del self._chosen[next(iter(self._chosen))]
-        return candidate.key.sample_id in chosen
+        if name not in self._chosen:
+            self._chosen[name] = array("q")
+            while len(self._chosen) > _STEPS_REMEMBERED:
+                del self._chosen[next(iter(self._chosen))]
+        chosen, sample = self._chosen[name], hash(candidate.key.sample_id)
+        at = bisect_left(chosen, sample)
+        if at < len(chosen) and chosen[at] == sample:
+            return True
+        if len(chosen) == self.k:
+            return False
+        chosen.insert(at, sample)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

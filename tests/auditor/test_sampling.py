@@ -1,5 +1,6 @@
 """Which samples are recomputed, and what that choice can miss."""
 
+import tracemalloc
 from fractions import Fraction
 
 import pytest
@@ -37,6 +38,19 @@ def test_the_first_of_each_step_are_taken() -> None:
 def test_asked_again_of_a_sample_the_answer_is_the_same_and_nobody_loses_a_place() -> None:
     policy = FirstOfStep(2)
     assert [policy.wants(candidate(i)) for i in (0, 0, 0, 1, 2, 0, 2)] == [True, True, True, True, False, True, False]
+
+
+def test_what_was_chosen_takes_a_few_bytes_a_sample() -> None:
+    policy = FirstOfStep(64)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for step in range(512):
+            assert sum(policy.wants(candidate(i * 7919, step)) for i in range(66)) == 64
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken <= 512 * (64 * 16 + 512), "8 bytes, room to grow, and a name a step"
 
 
 def test_strata_are_engines_and_lengths() -> None:
