@@ -20,7 +20,6 @@ from auditor.storage.reader import Reader
 from auditor.storage.rows import StepRow, Totals
 from auditor.storage.unit import Counter, Counts, Unit
 
-_INCOMPLETE_STEPS: Final = 1000
 _MANY: Final = 1 << 62
 # A counter that first appears at 5 has never increased, and Prometheus may still know its old value: one that comes
 # back is shown as 0 for longer than the usual minute between two scrapes.
@@ -71,8 +70,8 @@ class Board:
             last = reader.last_complete_step(run_id)
             if last is not None:
                 board._last_complete[run_id] = last
-            for row in reader.incomplete_steps(run_id, _INCOMPLETE_STEPS):
-                board._add_waiting(row.run_id, row.step, row.totals)
+            for step, missing in reader.missing(run_id):
+                board._add_waiting(run_id, step, missing)
         sides = reader.sides()
         board._sides = {(run_id, side): (step, at) for run_id, side, step, at in sides if run_id in shown}
         now, newest = board._steady(), max((at for *_, at in sides), default=0.0)
@@ -108,7 +107,7 @@ class Board:
     def step_changed(self, run_id: str, step: int, totals: Totals, gained: Totals) -> None:
         """Take in a step's new totals."""
         with self._lock:
-            self._add_waiting(run_id, step, gained)
+            self._add_waiting(run_id, step, gained.missing)
             last = self._last_complete.get(run_id)
             if totals.verdict(Verdict.PENDING) == 0 and (last is None or step >= last.step):
                 self._last_complete[run_id] = StepRow(run_id, step, totals)
@@ -168,10 +167,10 @@ class Board:
             self._sides.pop((run_id, side), None)
             self._waiting.pop((run_id, side), None)
 
-    def _add_waiting(self, run_id: str, step: int, totals: Totals) -> None:
+    def _add_waiting(self, run_id: str, step: int, missing: Mapping[str, int]) -> None:
         for side in SIDES:
             steps = self._waiting.setdefault((run_id, side), {})
-            count = steps.get(step, 0) + totals.missing.get(side, 0)
+            count = steps.get(step, 0) + missing.get(side, 0)
             if count:
                 steps[step] = count
             else:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,13 +100,11 @@ class Reader:
         )
         return _step(rows[0]) if rows else None
 
-    def incomplete_steps(self, run_id: str, limit: int) -> list[StepRow]:
-        """The newest steps in which a sample waits for a side."""
-        rows = self.database.all(
-            "SELECT run_id, step, body FROM steps WHERE run_id = ? AND pending > 0 ORDER BY step DESC LIMIT ?",
-            (run_id, limit),
-        )
-        return [_step(row) for row in rows]
+    def missing(self, run_id: str) -> list[tuple[int, Mapping[str, int]]]:
+        """The samples that wait for each side, by step, of all steps in which one does."""
+        counts = ", ".join(number_at(self.database, "body", "missing", side) for side in SIDES)
+        rows = self.database.all(f"SELECT step, {counts} FROM steps WHERE run_id = ? AND pending > 0", (run_id,))
+        return [(step, {side: int(n or 0) for side, n in zip(SIDES, found, strict=True)}) for step, *found in rows]
 
     def samples(self, run_id: str, step: int, after: str, limit: int, verdict: Verdict | None) -> list[SampleRow]:
         """Samples of a step in ascending order of their id, from the one after `after`."""

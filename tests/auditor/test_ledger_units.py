@@ -83,6 +83,7 @@ def test_a_sample_completed_in_a_part_that_raises_waits_as_before(connect: Open)
             assert receive(unit, [*pair("0"), pair("0")[1]]) == ["duplicate", "accepted", "duplicate"]
     reader = Reader(lambda: connect(False))
     assert [reader.sample(key).judgement.verdict for key in keys] == [Verdict.MATCH, Verdict.PENDING]
+    assert reader.missing("run") == [(0, {"rollout": 0, "trainer": 1})]
     assert verify(connect(False)).entries == 4
     ledger.close()
 

@@ -93,6 +93,19 @@ def test_a_transaction_after_the_lost_one_is_counted_once(world: World) -> None:
     assert snapshot.counters["mismatched_tokens", (("run_id", "run"), ("side", "pair"))] == 1
 
 
+def test_samples_that_wait_in_more_steps_than_a_thousand_are_all_counted_after_a_start(world: World) -> None:
+    sides = [pair("0", step=step) for step in range(1010)]
+    world.receive(*(rollout for rollout, _ in sides))
+    world.recover()
+    assert world.board.snapshot().missing["run", "trainer"] == 1010
+    world.receive(*(trainer for _, trainer in sides[:9]))
+    snapshot = world.board.snapshot()
+    assert (snapshot.missing["run", "trainer"], snapshot.overdue["run", "trainer"]) == (1001, 0)
+    world.receive(*(trainer for _, trainer in sides[-9:]))
+    snapshot = world.board.snapshot()
+    assert (snapshot.missing["run", "trainer"], snapshot.overdue["run", "trainer"]) == (992, 992)
+
+
 @pytest.mark.parametrize("rotten", [b"\xff" * 9, b"", "the other side", "one bit"])
 def test_a_rotten_record_costs_its_own_sample_a_verdict_and_no_other_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rotten: bytes | str
