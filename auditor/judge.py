@@ -68,7 +68,8 @@ class Judgement:
     over, `unknown` where it found none, `undiagnosed` where enough samples of the step had been looked into.
     missing: the side that has not reported, while pending. condition, field, rollout_value, trainer_value: of the
     precondition that failed. compared … nonfinite_trainer: of the pair, see `Comparison`; bit patterns in hex. max_abs,
-    max_ulp: None where no pair of values has one (ledgers of earlier programs hold 0 there).
+    max_ulp: None where no two finite values were compared (ledgers of earlier programs hold 0 there), max_ulp unless
+    an infinity is apart from something.
     rollout_differing, trainer_differing: tokens that differ from the reference; reference_differing: on either side.
     reference_error: code and reason. layers: of which a side reported digests. first_layer: where both sides report
     them, the first layer that differs, or `layers` where only what comes behind the last one does.
@@ -155,7 +156,8 @@ def judge_pair(rollout: RolloutRecord, trainer: TrainerRecord, contracts: Contra
         rollout_bits=f"{bits[0]:08x}" if bits else "",
         trainer_bits=f"{bits[1]:08x}" if bits else "",
         max_abs=difference.max_abs,
-        max_ulp=difference.max_ulp,
+        # As a step says it: what is compared and not finite is not apart by 0; two different infinities are apart.
+        max_ulp=difference.max_ulp if difference.max_ulp or difference.max_abs is not None else None,
         nonfinite_rollout=comparison.nonfinite_rollout,
         nonfinite_trainer=comparison.nonfinite_trainer,
         same_arithmetic=rollout.contract_digest == trainer.contract_digest,

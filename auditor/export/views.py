@@ -31,7 +31,8 @@ class Counts(BaseModel):
 
     mismatched_tokens: between the sides. recomputed_mismatched: recomputed tokens on which at least one side differs
     from the reference; rollout_mismatched, trainer_mismatched: by side. queued: samples that wait for the reference.
-    missing: samples that wait for a side. max_abs, max_ulp, drift: None where no two finite values were compared.
+    missing: samples that wait for a side. max_abs, max_ulp, drift: None where no two finite values were compared,
+    max_ulp unless an infinity is apart from something.
     """
 
     samples: int

@@ -59,6 +59,22 @@ def test_a_sample_without_two_finite_values_is_not_said_to_be_apart_by_0(trainer
     assert change_of(Judgement.from_json(older)) == change_of(judged), "an older ledger no longer verifies"
 
 
+@pytest.mark.parametrize(
+    ("rollouts", "trainers", "apart"),
+    [(-np.inf, -np.inf, False), (-np.inf, np.nan, False), (-np.inf, np.inf, True), (-np.inf, -1.0, True)],
+)
+def test_a_sample_and_its_step_say_the_same_of_infinities(rollouts: float, trainers: float, apart: bool) -> None:
+    rollout, trainer = (
+        replace(record, logprobs=np.full_like(record.logprobs, value))
+        for record, value in zip(pair(), (rollouts, trainers), strict=True)
+    )
+    judged = judge_pair(rollout, trainer, CONTRACTS)
+    totals = counts(Totals.of(change(None, judged.judgement, judged.drift)))
+    assert (judged.judgement.max_abs, totals["max_abs"]) == (None, None)
+    assert judged.judgement.max_ulp == totals["max_ulp"]
+    assert (judged.judgement.max_ulp is not None) == apart
+
+
 def test_a_nan_is_counted_and_never_becomes_zero() -> None:
     rollout, trainer = pair()
     one_sided = judge_pair(with_logprobs(rollout, 3, np.nan), trainer, CONTRACTS)
