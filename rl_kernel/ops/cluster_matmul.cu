@@ -1,6 +1,8 @@
-// y[m,n] = tree over segments of a[m,s] b[n,s] on Hopper, where the tiles are too few for the device: SPLIT programs of
-// one cluster share a tile. Each sums SEGMENTS neighbouring segments; the upper levels of the tree join the programs
-// through each other's shared memory, and at each level a program goes on with half of its columns.
+// y[m,n] = tree over segments of a[m,s] b[n,s] on Hopper. SPLIT programs of one cluster share a tile where tiles are
+// too few for the device: each sums SEGMENTS neighbouring segments; the upper levels of the tree join the programs
+// through each other's shared memory, and at each level a program goes on with half of its columns. Where a tile has
+// one program (SPLIT 1) programs stay and walk the tiles, and a cluster is no more than neighbours that read the same
+// operands.
 //
 // Compiled at run time for BM, BN (rows and columns of a tile), SEGMENTS, SPLIT, STAGES (copies under way), ROWS_OF_B
 // (b is [n,s]; otherwise [s,n]) and FP32 (y is fp32; otherwise bf16). No operation here is contracted: --fmad=false.
@@ -11,15 +13,21 @@ using u64 = unsigned long long;
 struct alignas(64) Map { u64 words[16]; };  // a tensor map, as the driver encodes it
 
 constexpr int BK = 64, HALVES = BM / 64, WIDTH = BN / 2;  // summed indices of a step; warpgroups; registers of a sum
-constexpr int LEVELS = SPLIT == 2 ? 1 : SPLIT == 4 ? 2 : 3;
-constexpr int COLUMNS = BN / SPLIT;                // those that a program stores
-constexpr int ROOM = 64 * BN - 64 * BN / SPLIT;    // floats that a warpgroup receives
+constexpr int LEVELS = SPLIT == 1 ? 0 : SPLIT == 2 ? 1 : SPLIT == 4 ? 2 : 3;
+constexpr int GROUP = 8;            // rows of tiles that share the columns that the L2 holds
+constexpr int COLUMNS = BN / SPLIT;  // those that a program stores
+// Eight segments have four sums to keep at once. Four of 64 registers are too many: that of the first half waits in
+// shared memory.
+constexpr bool PARKED = SEGMENTS == 8 && BN > 96;
+constexpr int SUMS = SEGMENTS == 8 && !PARKED ? 4 : 3;
+// Floats that a warpgroup receives, or parks; else lines of y.
+constexpr int ROOM = SPLIT > 1 ? 64 * BN - 64 * BN / SPLIT : PARKED ? 64 * BN : 64 * (BN / 2 + 4);
 constexpr int CONSUMERS = 128 * HALVES;
 
 struct Shared {
   alignas(1024) unsigned char a[STAGES][BM * BK * 2], b[STAGES][BN * BK * 2];
   alignas(128) float received[HALVES][ROOM];
-  u64 full[STAGES], empty[STAGES], arrived[HALVES][LEVELS];
+  u64 full[STAGES], empty[STAGES], arrived[HALVES][LEVELS ? LEVELS : 1];
 };
 
 __device__ __forceinline__ u32 place(const void* at) { return (u32)__cvta_generic_to_shared(at); }
@@ -97,6 +105,14 @@ __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int onto)
       : D8(d, 0), D8(d, 8), D8(d, 16), D8(d, 24), D8(d, 32), D8(d, 40), D8(d, 48), D8(d, 56)
       : "l"(a), "l"(b), "r"(onto), "n"(!ROWS_OF_B));
 }
+__device__ __forceinline__ void multiply(float (&d)[48], u64 a, u64 b, int onto) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28"
+      ",%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47}, %48, %49, p, 1, 1, 0, %51; }"
+      : D8(d, 0), D8(d, 8), D8(d, 16), D8(d, 24), D8(d, 32), D8(d, 40)
+      : "l"(a), "l"(b), "r"(onto), "n"(!ROWS_OF_B));
+}
 
 // Where a warpgroup is in the ring of copies.
 struct Ring {
@@ -127,26 +143,54 @@ __device__ __forceinline__ void release(Shared& s, bool one, const Ring& ring) {
   if (one) arrive(&s.empty[ring.last]);
 }
 
-// This program's segments, chain after chain, into x[0]. A chain ends while the next one begins in other registers.
-__device__ __forceinline__ void chains(float (&x)[3][WIDTH], Shared& s, int half, int steps) {
-  constexpr int AT[4] = {0, 1, 2, 1};
+// All chains have ended, and the last step's tiles are free.
+__device__ __forceinline__ void settle(float (&x)[SUMS][WIDTH], Shared& s, bool one, const Ring& ring) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  if (one) arrive(&s.empty[ring.last]);
+#pragma unroll
+  for (int i = 0; i < (SEGMENTS < SUMS ? SEGMENTS : SUMS); i++) pin(x[i]);
+}
+
+// A thread's sum to where it waits, and from there to the left of another.
+__device__ __forceinline__ void park(float* room, const float (&sum)[WIDTH]) {
+#pragma unroll
+  for (int i = 0; i < WIDTH; i += 4) *(float4*)(room + i * 128) = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
+}
+__device__ __forceinline__ void add_parked(const float* room, float (&sum)[WIDTH]) {
+#pragma unroll
+  for (int i = 0; i < WIDTH; i += 4) {
+    const float4 v = *(const float4*)(room + i * 128);
+    sum[i] = v.x + sum[i], sum[i + 1] = v.y + sum[i + 1], sum[i + 2] = v.z + sum[i + 2], sum[i + 3] = v.w + sum[i + 3];
+  }
+}
+
+// This program's segments of a tile, chain after chain, into x[0]. A chain ends while the next one begins in other
+// registers, but for the one before a sum is parked.
+__device__ __forceinline__ void chains(float (&x)[SUMS][WIDTH], Shared& s, Ring& ring, int half, int steps) {
+  constexpr int AT[8] = {0, 1, 2, 1, PARKED ? 2 : SUMS - 1, 1, PARKED ? 0 : 2, 1};
   // Without the bits above, which in a cluster say whose shared memory it is.
   const u32 a = (place(s.a[0]) & 0x3FFFF) + half * 64 * BK * 2, b = place(s.b[0]) & 0x3FFFF;
   const bool one = threadIdx.x % 128 == 0;
-  Ring ring;
+  float* room = s.received[half] + threadIdx.x % 128 * 4;
 #pragma unroll
   for (int i = 0; i < WIDTH; i++) x[0][i] = 0.f;
 #pragma unroll
   for (int segment = 0; segment < SEGMENTS; segment++) {
     float(&sum)[WIDTH] = x[AT[segment]];
+    const bool after = segment > 0 && !(PARKED && segment == 4);  // the chain before still runs
+    if (PARKED && segment == 4) {
+      settle(x, s, one, ring);
+      add(x[2], x[1]), add(x[0], x[2]);
+      park(room, x[0]);
+      pin(x[0]);
+    }
     step(sum, true, s, a, b, ring);
-    if (segment > 0) {
+    if (after) {
       release(s, one, ring);
       pin(x[AT[segment - 1]]);
-      if (segment == 2) {
-        add(x[0], x[1]);
-        pin(x[0]);
-      }
+      if (segment == 2) add(x[0], x[1]), pin(x[0]);
+      if (segment == 4) add(x[2], x[1]), add(x[0], x[2]), pin(x[0]);
+      if (segment == 6) add(x[AT[4]], x[1]), pin(x[AT[4]]);
     }
     ring.next();
 #pragma unroll 1
@@ -156,11 +200,11 @@ __device__ __forceinline__ void chains(float (&x)[3][WIDTH], Shared& s, int half
       ring.next();
     }
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < (SEGMENTS > 2 ? 3 : SEGMENTS); i++) pin(x[i]);
+  settle(x, s, one, ring);
   if (SEGMENTS == 2) add(x[0], x[1]);
   if (SEGMENTS == 4) add(x[2], x[1]), add(x[0], x[2]);
+  if (SEGMENTS == 8 && !PARKED) add(x[2], x[1]), add(x[SUMS - 1], x[2]), add(x[0], x[SUMS - 1]);
+  if (PARKED) add(x[0], x[1]), add(x[0], x[2]), add_parked(room, x[0]);
 }
 
 // One level of the tree over programs: the columns' upper half for odd ones (of this level), the lower for the others.
@@ -200,7 +244,9 @@ __device__ __forceinline__ float canonical(float v) { return v == v ? v : __int_
 template <int N>
 __device__ __forceinline__ void store(void* y, const float (&sum)[N], Shared& s, int half, int row, int column, int m,
                                       int n) {
-  const int t = threadIdx.x % 128, r = t / 32 * 16 + t % 32 / 4, c = t % 4 * 2;
+  int t = threadIdx.x % 128;
+  asm volatile("" : "+r"(t));  // else what follows from it is kept from tile to tile, in registers that are needed
+  const int r = t / 32 * 16 + t % 32 / 4, c = t % 4 * 2;
   if constexpr (FP32) {
 #pragma unroll
     for (int i = 0; i < COLUMNS / 4; i++) {
@@ -238,10 +284,9 @@ __device__ __forceinline__ void finish(void* y, const float (&sum)[N], Shared& s
   }
 }
 
-// The copying thread: `steps` steps of this program.
-__device__ __forceinline__ void copies(Shared& s, const Map& a, const Map& b, int row, int column, int begin,
-                                       int steps) {
-  Ring ring;
+// The copying thread: `steps` steps of a tile.
+__device__ __forceinline__ void copies(Shared& s, Ring& ring, const Map& a, const Map& b, int row, int column,
+                                       int begin, int steps) {
   for (int i = begin; i < begin + steps; i++) {
     u64* full = &s.full[ring.slot];
     await(&s.empty[ring.slot], ring.turn ^ 1);
@@ -257,14 +302,28 @@ __device__ __forceinline__ void copies(Shared& s, const Map& a, const Map& b, in
   }
 }
 
+// The tiles of this program, a group of rows after the other: first row and column of each.
+struct Tiles {
+  const int tiles_m, tiles_n;
+  int tile = blockIdx.x / SPLIT, row, column;
+  __device__ __forceinline__ Tiles(int m, int n) : tiles_m((m + BM - 1) / BM), tiles_n((n + BN - 1) / BN) { find(); }
+  __device__ __forceinline__ void find() {
+    const int band = GROUP * tiles_n, first = tile / band * GROUP, height = min(tiles_m - first, GROUP);
+    if (!more()) return;
+    row = (first + tile % band % height) * BM, column = tile % band / height * BN;
+  }
+  __device__ __forceinline__ bool more() const { return tile < tiles_m * tiles_n; }
+  __device__ __forceinline__ void next() { tile += gridDim.x / SPLIT, find(); }
+};
+
 // y[m,n]; steps: of BK summed indices, in one of the SPLIT pieces of a tile.
 extern "C" __global__ void __launch_bounds__(HALVES == 2 ? 384 : 160, 1)
     gemm_cluster_kernel(const __grid_constant__ Map a, const __grid_constant__ Map b, void* y, int m, int n,
                         int steps) {
   extern __shared__ unsigned char raw[];
   Shared& s = *(Shared*)((u64)raw + 1023 & ~1023ull);
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  u32 rank = 0;
+  if (SPLIT > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   asm volatile("griddepcontrol.launch_dependents;");
   if (threadIdx.x == CONSUMERS) {
     for (int i = 0; i < STAGES; i++) init(&s.full[i], 1), init(&s.empty[i], HALVES);
@@ -276,21 +335,24 @@ extern "C" __global__ void __launch_bounds__(HALVES == 2 ? 384 : 160, 1)
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (SPLIT > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  const int tile = blockIdx.x / SPLIT, tiles_m = (m + BM - 1) / BM;
-  const int row = tile % tiles_m * BM, column = tile / tiles_m * BN;
+  Ring ring;
   if (threadIdx.x >= CONSUMERS) {
     if (HALVES == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == CONSUMERS) copies(s, a, b, row, column, rank * steps, steps);
+    if (threadIdx.x == CONSUMERS)
+      for (Tiles at(m, n); at.more(); at.next()) copies(s, ring, a, b, at.row, at.column, rank * steps, steps);
     __syncwarp();
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (SPLIT > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   } else {
     if (HALVES == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int half = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same for all lanes, and the compiler sees it
-    float x[3][WIDTH];
-    chains(x, s, half, steps);
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all have begun, and their barriers are there
-    finish<0>(y, x[0], s, half, rank, row + half * 64, column, m, n);
+    for (Tiles at(m, n); at.more(); at.next()) {
+      float x[SUMS][WIDTH];
+      chains(x, s, ring, half, steps);
+      // All have begun, and their barriers are there.
+      if (SPLIT > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+      finish<0>(y, x[0], s, half, rank, at.row + half * 64, at.column, m, n);
+    }
   }
 }

@@ -1,8 +1,9 @@
-"""The product with a tree over segments on Hopper where tiles are too few for the device: programs share a tile.
+"""The product with a tree over segments on Hopper, in clusters: programs that share a tile, or read the same operands.
 
-The programs of a tile are a cluster: each sums neighbouring segments, and the upper levels of the tree join them
-through each other's shared memory (`cluster_matmul.cu`). A cluster is placed on the device as a whole, so that none
-waits for one that is not there.
+Where tiles are too few for the device the programs of a tile are a cluster: each sums neighbouring segments, and the
+upper levels of the tree join them through each other's shared memory (`cluster_matmul.cu`). A cluster is placed on the
+device as a whole, so that none waits for one that is not there. Elsewhere a program has a tile alone, and a cluster of
+two only places neighbours side by side: with few rows of tiles, what both read then comes once from the L2.
 """
 
 import ctypes
@@ -16,8 +17,11 @@ from rl_kernel.ops.cuda_source import MOST_SHARED, Constants, CudaKernel, Launch
 
 BK = 64
 SEGMENTS = (2, 4, 8)
-MIN_ROWS = 17  # below, the plain kernel's narrow tiles read the weight faster
-MOST_STAGES = 10
+MIN_ROWS = 17  # below, kernels with narrow tiles read the weight faster
+NARROW = 96  # columns of a tile between 64 and 128
+MOST_STAGES = 12
+NEIGHBOURS = 2  # programs of a cluster that share no tile
+ROUNDS = 4  # tiles of a program of many rows; with more of them `gluon_matmul` is the faster
 ALIGNED = 2048  # bytes of shared memory for barriers, and for tiles to begin where the copy engine wants
 
 gemm_cluster_kernel = CudaKernel("cluster_matmul.cu", "gemm_cluster_kernel")
@@ -33,8 +37,10 @@ class Shape:
 
     @property
     def received(self) -> int:
-        """Bytes that a program's sums of other programs take."""
-        return self.bm * (self.bn - self.bn // self.split) * 4
+        """Bytes for the sums of other programs; of one alone, for a sum that waits, or for rows of y as they leave."""
+        if self.split > 1:
+            return self.bm * (self.bn - self.bn // self.split) * 4
+        return self.bm * self.bn * 4 if self.bn > NARROW else self.bm * (self.bn // 2 + 4) * 4
 
     @property
     def stages(self) -> int:
@@ -48,19 +54,32 @@ class Shape:
 
 
 @lru_cache(maxsize=1 << 12)
-def shape_for(m: int, n: int, segments: int, processors: int) -> Shape | None:
-    """The static table: a function of the shape and the device alone. None where tiles fill the device."""
+def shape_for(m: int, n: int, segments: int, processors: int, rows_of_b: bool) -> Shape | None:
+    """The static table: a function of the shape, the layout and the device alone. None where `gluon_matmul` is due."""
     bm, bn = (64, 64) if m <= 64 else (128, 64) if m <= 128 else (128, 128)
     tiles = cdiv(m, bm) * cdiv(n, bn)
     split = 1
     # Clusters of two fill a device; of four and eight some multiprocessors are left over (seen: 30 of 33 fours).
     while 2 * split <= segments and 2 * split * tiles <= (processors if split == 1 else processors * 7 // 8):
         split *= 2
-    return Shape(bm, bn, split) if split > 1 else None
+    if split > 1:
+        return Shape(bm, bn, split)
+    if not rows_of_b:
+        return None
+    if m > 256:
+        return Shape(128, 128, 1) if segments == 8 and tiles <= ROUNDS * processors else None
+    if m <= 128 and 2 * cdiv(n, NARROW) <= processors:
+        return Shape(bm, NARROW, 2)
+
+    def columns(width: int) -> int:
+        """That the busiest program computes."""
+        return cdiv(cdiv(m, bm) * cdiv(n, width), processors) * width
+
+    return Shape(bm, bn if columns(bn) < columns(NARROW) else NARROW, 1)
 
 
 def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> bool:
-    """Whether this kernel computes y = a @ b: rows enough, tiles few, whole steps in a segment, straight operands."""
+    """Whether this kernel computes y = a @ b: rows enough but not many, whole steps in a segment, straight operands."""
     (m, total), n = a.shape, b.shape[1]
     rows_of_b = b.stride(0) == 1
     strides = (a.stride(0), b.stride(1) if rows_of_b else b.stride(0), n)
@@ -69,18 +88,18 @@ def serves(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> 
     whole = segments in SEGMENTS and total > 0 and total % (segments * BK) == 0
     if not straight or not aligned or not whole or m < MIN_ROWS or not n:
         return False
-    return shape_for(m, n, segments, multiprocessors(y.get_device())) is not None
+    return shape_for(m, n, segments, multiprocessors(y.get_device()), rows_of_b) is not None
 
 
 def cluster_product(
     y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int, shape: Shape | None = None
 ) -> torch.Tensor:
-    """y[m,n] (bf16 or fp32) <- tree over segments of a[m,s] @ b[s,n]; see `serves`."""
+    """y[m,n] (bf16 or fp32) <- tree over segments of a[m,s] @ b[s,n]; see `serves`. A `shape` of 96 needs b.t()."""
     (m, total), n = a.shape, b.shape[1]
     device = y.get_device()
-    shape = shape or shape_for(m, n, segments, multiprocessors(device))
+    processors, rows_of_b = multiprocessors(device), b.stride(0) == 1
+    shape = shape or shape_for(m, n, segments, processors, rows_of_b)
     assert shape is not None
-    rows_of_b = b.stride(0) == 1
     left = tensor_map(a.data_ptr(), m, total, a.stride(0), shape.bm)
     right = (
         tensor_map(b.data_ptr(), n, total, b.stride(1), shape.bn)
@@ -88,7 +107,7 @@ def cluster_product(
         else tensor_map(b.data_ptr(), total, n, b.stride(0), BK)
     )
     gemm_cluster_kernel.launch(
-        *_how(m, n, segments, shape, rows_of_b, y.dtype == torch.float32),
+        *_how(m, n, segments, shape, processors, rows_of_b, y.dtype == torch.float32),
         [left, right, ctypes.c_void_p(y.data_ptr()), *map(ctypes.c_int, (m, n, total // BK // shape.split))],
         device,
         torch.cuda.current_stream(device).cuda_stream,
@@ -97,10 +116,15 @@ def cluster_product(
 
 
 @lru_cache(maxsize=1 << 12)
-def _how(m: int, n: int, segments: int, shape: Shape, rows_of_b: bool, fp32: bool) -> tuple[Constants, Launch]:
-    programs = cdiv(m, shape.bm) * cdiv(n, shape.bn) * shape.split
+def _how(
+    m: int, n: int, segments: int, shape: Shape, processors: int, rows_of_b: bool, fp32: bool
+) -> tuple[Constants, Launch]:
+    programs, cluster = cdiv(m, shape.bm) * cdiv(n, shape.bn) * shape.split, shape.split
+    if cluster == 1:  # programs stay, and one without a tile ends at once
+        cluster = NEIGHBOURS
+        programs = min(cdiv(programs, cluster), processors // cluster) * cluster
     threads = 384 if shape.bm == 128 else 160
-    return constants(shape, segments, rows_of_b, fp32), Launch(programs, threads, shape.shared, shape.split)
+    return constants(shape, segments, rows_of_b, fp32), Launch(programs, threads, shape.shared, cluster)
 
 
 def constants(shape: Shape, segments: int, rows_of_b: bool, fp32: bool) -> Constants:

@@ -10,6 +10,8 @@ import torch
 
 Op = Callable[..., object]
 Calls = list[Op]
+AHEAD = 200_000  # cycles that the device spins, about 0.1 ms, while the graph behind them is launched
+LONG = 30.0
 
 
 def measure(*sides: Calls, replays: int = 15) -> list[float]:
@@ -69,15 +71,21 @@ def captured(calls: Calls) -> torch.cuda.CUDAGraph:
 
 
 def _replayed(graphs: list[tuple[torch.cuda.CUDAGraph, int]], replays: int) -> list[float]:
+    """Rounds of all graphs in turn, at least so many and at least for LONG milliseconds: clocks settle, noise evens."""
     times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(replays):
+    spent, turn = 0.0, 0
+    while turn < replays or (spent < LONG and turn < 20 * replays):
         for (graph, calls), found in zip(graphs, times, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(AHEAD)  # else the time of a launch from Python is a part of what is measured
             begin.record()
             graph.replay()
             end.record()
             torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end) * 1e3 / calls)
+            taken = begin.elapsed_time(end)
+            spent += taken
+            found.append(taken * 1e3 / calls)
+        turn += 1
     return [statistics.median(found) for found in times]
 
 

@@ -15,7 +15,17 @@ LARGE = 3e38  # times itself it is infinite
 ARRIVED, LAST = "  await(&s.arrived[half][LEVEL], 0);\n", "kept[4 * i + 3] += v.w;\n  }\n"
 MUTANTS: dict[str, list[tuple[str, str]]] = {
     "a sum read before it has arrived": [(ARRIVED, ""), (LAST, LAST + ARRIVED)],
-    "a tree in another order": [("add(x[2], x[1]), add(x[0], x[2])", "add(x[0], x[2]), add(x[0], x[1])")],
+    "a tree in another order": [
+        (
+            "  if (SEGMENTS == 4) add(x[2], x[1]), add(x[0], x[2]);",
+            "  if (SEGMENTS == 4) add(x[0], x[2]), add(x[0], x[1]);",
+        )
+    ],
+    "eight segments in another order": [
+        ("add(x[2], x[1]), add(x[SUMS - 1], x[2])", "add(x[SUMS - 1], x[2]), add(x[SUMS - 1], x[1])")
+    ],
+    "half of eight segments that nobody fetches": [(", add_parked(room, x[0]);", ";")],
+    "a tile in the place of another": [("column = tile % band / height * BN", "column = tile % band / height * 64")],
     "columns that trade places": [("kept[i] = upper ?", "kept[i] = !upper ?")],
     "whose shared memory it is, in a place": [("place(s.b[0]) & 0x3FFFF", "place(s.b[0])")],
     "memory read before the launch before has ended": [('  asm volatile("griddepcontrol.wait;" ::: "memory");\n', "")],
@@ -36,14 +46,17 @@ def operands(m: int, n: int, k: int, rows_of_b: bool, biting: bool) -> tuple[tor
     return a, b
 
 
-def compare(m: int, n: int, k: int, segments: int, rows_of_b: bool, dtype: torch.dtype, biting: bool = False) -> None:
-    from rl_kernel.ops.cluster_matmul import cluster_product, serves
+def compare(
+    m: int, n: int, k: int, segments: int, rows_of_b: bool, dtype: torch.dtype, biting: bool = False,
+    tile: tuple[int, int, int] | None = None,
+) -> None:  # fmt: skip
+    from rl_kernel.ops.cluster_matmul import Shape, cluster_product, serves
     from rl_kernel.ops.triton_matmul import product
 
     a, b = operands(m, n, k, rows_of_b, biting)
     y = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
-    assert serves(y, a, b, segments)
-    cluster_product(y, a, b, segments)
+    assert tile or serves(y, a, b, segments)
+    cluster_product(y, a, b, segments, Shape(*tile) if tile else None)
     same_bits(y, product(torch.empty_like(y), a, b, segments=segments), f"{m} x {n} x {k}")
 
 
@@ -59,6 +72,33 @@ def test_every_shape_has_the_bits_of_the_plain_kernel(
 ) -> None:
     for biting in (False, True):
         compare(m, n, k, segments, rows_of_b, dtype, biting)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("segments", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile"),
+    [
+        (64, 6144, 1024, (64, 96, 2)),
+        (40, 24584, 512, (64, 96, 1)),
+        (60, 16384, 1024, (64, 64, 1)),
+        (128, 24576, 512, (128, 96, 1)),
+        (200, 6152, 4096, (128, 96, 1)),
+        (256, 24576, 1024, (128, 96, 1)),
+        (300, 5000, 1024, (128, 128, 1)),
+        (2048, 4096, 2048, (128, 128, 1)),
+    ],
+)
+def test_a_tile_of_one_program_and_one_of_96_columns_have_the_bits_of_the_plain_kernel(
+    m: int, n: int, k: int, tile: tuple[int, int, int], segments: int, dtype: torch.dtype
+) -> None:
+    from rl_kernel.ops.accelerator import multiprocessors
+    from rl_kernel.ops.cluster_matmul import Shape, shape_for
+
+    if segments == 8 and multiprocessors(0) == 132:
+        assert shape_for(m, n, segments, 132, True) == Shape(*tile)
+    for biting in (False, True):
+        compare(m, n, k, segments, True, dtype, biting, tile)
 
 
 def chain(between: bool) -> torch.Tensor:
@@ -106,6 +146,8 @@ def test_a_mutant_of_the_kernel_is_found(name: str, tmp_path: Path, monkeypatch:
         for _ in range(10):
             same_bits(chain(False), expected, name)
             compare(256, 4096, 4096, 8, False, torch.bfloat16)
+            compare(256, 6144, 1024, 8, True, torch.bfloat16)
+            compare(512, 4096, 1024, 8, True, torch.bfloat16)
 
     with pytest.raises(AssertionError, match="values differ"):
         several_times()

@@ -58,7 +58,7 @@ def test_few_rows_of_a_large_weight_have_the_bits_of_the_plain_kernel(dtype: tor
     for rows in (1, 7, 8, 9, 16):
         x = fused[:rows, 1024:]
         found, expected = (torch.empty((rows, 17000), dtype=dtype, device="cuda") for _ in range(2))
-        assert gluon_few.serves(found, x, w.t())
+        assert gluon_few.serves(found, x, w.t(), 1)
         gluon_few.few_product(found, x, w.t())
         same_bits(found, product(expected, x, w.t(), segments=1), f"{rows} rows")
 

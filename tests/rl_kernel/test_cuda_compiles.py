@@ -16,14 +16,22 @@ from rl_kernel.errors import PlanError
 from rl_kernel.ops import cluster_matmul, cuda_source
 
 NVCC = shutil.which("nvcc")
-CASES = {"256 rows": (256, True, False), "64 rows": (64, True, False), "256 rows, dx, fp32": (256, False, True)}
+CASES = {
+    "256 rows": (256, 4096, True, False),
+    "64 rows": (64, 4096, True, False),
+    "64 rows, tiles of 96 that are shared": (64, 6144, True, False),
+    "64 rows, alone": (64, 24576, True, False),
+    "256 rows, alone": (256, 6144, True, False),
+    "512 rows, alone": (512, 4096, True, False),
+    "256 rows, dx, fp32": (256, 4096, False, True),
+}
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, which a machine without CUDA has not")
 @pytest.mark.parametrize("case", CASES)
 def test_it_compiles_and_no_wgmma_is_serialised(case: str, tmp_path: Path) -> None:
-    rows, rows_of_b, fp32 = CASES[case]
-    shape = cluster_matmul.shape_for(rows, 4096, 8, 132)
+    rows, columns, rows_of_b, fp32 = CASES[case]
+    shape = cluster_matmul.shape_for(rows, columns, 8, 132, rows_of_b)
     assert shape is not None
     constants = cluster_matmul.constants(shape, 8, rows_of_b, fp32)
     source, ptx = Path(cuda_source.__file__).with_name("cluster_matmul.cu"), tmp_path / "kernel.ptx"

@@ -78,13 +78,14 @@ def product(
     }  # fmt: skip
 
 
-def few(rows: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
+def few(rows: int, segments: int = 1, rows_of_b: bool = True) -> tuple[Any, dict[str, str], dict[str, Any]]:
     from rl_kernel.ops import gluon_few as op
 
     types = {"y": "*bf16"} | dict.fromkeys(("m", "n", "steps"), "i32")
-    types |= {"a": descriptor(rows, op.BK), "w": descriptor(op.BN, op.BK)}
+    types |= {"a": descriptor(rows, op.BK), "w": descriptor(*((op.BN, op.BK) if rows_of_b else (op.BK, op.BN)))}
     return op.gemm_few_kernel, types, {
-        "BM": rows, "BN": op.BN, "BK": op.BK, "STAGES": op.STAGES[rows], "FP32": False,
+        "SEGMENTS": segments, "BM": rows, "BN": op.BN, "BK": op.BK, "STAGES": op.STAGES[rows], "ROWS_OF_B": rows_of_b,
+        "FP32": False,
     }  # fmt: skip
 
 
@@ -133,6 +134,8 @@ CASES = {
     "product-8-few": lambda: product(8, True, 64),
     "few-8": lambda: few(8),
     "few-16": lambda: few(16),
+    "few-8-tree": lambda: few(8, 8),
+    "few-16-dx": lambda: few(16, 8, False),
     "head": lambda: head(256, False),
     "head-merged": lambda: head(256, True),
     "head-merged-few": lambda: head(64, True),

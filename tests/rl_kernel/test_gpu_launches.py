@@ -25,12 +25,13 @@ COLUMNS = (64, 1000, 4096, 6144, 24576, 151936)
 def test_programs_share_a_tile_where_tiles_are_too_few_and_fit_into_a_multiprocessor(
     segments: int, processors: int
 ) -> None:
-    shapes = [cluster_matmul.shape_for(m, n, segments, processors) for m, n in itertools.product(ROWS, COLUMNS)]
-    assert None in shapes  # many tiles are left to the kernel whose programs have a tile each
+    cases = itertools.product(ROWS, COLUMNS, (True, False))
+    shapes = [cluster_matmul.shape_for(m, n, segments, processors, rows_of_b) for m, n, rows_of_b in cases]
+    assert None in shapes  # many tiles are left to the other kernel
     shared = [shape for shape in shapes if shape is not None]
-    assert shared
+    assert {shape.split for shape in shared} >= {1, 2}
     for shape in shared:
-        assert shape.split in (2, 4, 8)
+        assert shape.split in (1, 2, 4, 8)
         assert segments % shape.split == 0
         assert shape.stages >= 5
         assert shape.shared <= SHARED_MEMORY

@@ -19,8 +19,8 @@ __all__ = ["PackedWeight", "gemm", "gemm_dw_", "gemm_dx", "pack"]
 def _multiply(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, segments: int) -> torch.Tensor:
     if segments == 1 and cublas_matmul.serves(y, a, b):
         return cublas_matmul.chain_product(y, a, b)
-    if segments == 1 and gluon_few.serves(y, a, b):
-        return gluon_few.few_product(y, a, b)
+    if gluon_few.serves(y, a, b, segments):
+        return gluon_few.few_product(y, a, b, segments)
     if segments > 1 and cluster_matmul.serves(y, a, b, segments):
         return cluster_matmul.cluster_product(y, a, b, segments)
     if segments > 1 and gluon_matmul.serves(y, a, b, segments):
