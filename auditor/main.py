@@ -33,7 +33,7 @@ from auditor.contracts import known_contracts
 from auditor.errors import AuditorError, ConfigError
 from auditor.export.api import Facts, make_api
 from auditor.export.board import Board
-from auditor.export.connections import HEAD_BYTES, BoundedProtocol
+from auditor.export.connections import HEAD_BYTES, bounded
 from auditor.export.leaving import Leaving
 from auditor.export.metrics import Live, Metrics
 from auditor.file_place import FilePlace
@@ -224,7 +224,7 @@ class Auditor:
         """Serve in a thread; returns the bound host:port."""
         settings = uvicorn.Config(
             api,
-            http=BoundedProtocol,
+            http=bounded(partial(self._metrics.count_error, "http")),
             ws="none",
             h11_max_incomplete_event_size=HEAD_BYTES,
             log_config=None,  # its own would write lines of another form to the same stream

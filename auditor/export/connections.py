@@ -4,11 +4,19 @@ h11 and no other parser, whichever is installed: it bounds what a request's head
 """
 
 import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from auditor.errors import RecordError
+from auditor.export.problems import MEDIA_TYPE
+from auditor.export.views import Problem
+
 HEAD_BYTES: Final = 64 << 10
+_NO_HTTP: Final = f"what came is no HTTP request, or its head is larger than {HEAD_BYTES} bytes"
 
 
 class BoundedProtocol(H11Protocol):
@@ -37,6 +45,24 @@ class BoundedProtocol(H11Protocol):
         self._wait()
         super().on_response_complete()
 
+    def on_error(self, code: str) -> None:
+        """Told the code of what is answered before there is a request."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP in the form of every other error."""
+        status, code = HTTPStatus.BAD_REQUEST, RecordError.code
+        self.on_error(code)
+        problem = Problem(type="about:blank", title=status.phrase, status=status, detail=_NO_HTTP, code=code)
+        body = problem.model_dump_json().encode()
+        headers = [("content-type", MEDIA_TYPE), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (
+            h11.Response(status_code=status.value, headers=headers, reason=status.phrase),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
+
     def _wait(self) -> None:
         if self._late is not None:
             self._late.cancel()
@@ -45,3 +71,13 @@ class BoundedProtocol(H11Protocol):
     def _give_up(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
+
+
+def bounded(on_error: Callable[[str], None]) -> type[BoundedProtocol]:
+    """The protocol of a server that counts what it answers. on_error: told the code."""
+
+    class Counted(BoundedProtocol):
+        def on_error(self, code: str) -> None:
+            on_error(code)
+
+    return Counted

@@ -16,7 +16,7 @@ from auditor.errors import AuditorError, AuthError, ForbiddenError, LedgerError,
 from auditor.export.views import Problem
 
 log = logging.getLogger(__name__)
-_TYPE: Final = "application/problem+json"
+MEDIA_TYPE: Final = "application/problem+json"
 # The most derived class that fits decides.
 _STATUS: Final[dict[type[AuditorError], HTTPStatus]] = {
     NotFoundError: HTTPStatus.NOT_FOUND,
@@ -30,7 +30,7 @@ _STATUS: Final[dict[type[AuditorError], HTTPStatus]] = {
 def responses(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
     """What OpenAPI says of these errors."""
     schema = {"$ref": "#/components/schemas/Problem"}
-    return {int(s): {"description": s.phrase, "content": {_TYPE: {"schema": schema}}} for s in statuses}
+    return {int(s): {"description": s.phrase, "content": {MEDIA_TYPE: {"schema": schema}}} for s in statuses}
 
 
 def known_query(request: Request) -> None:
@@ -88,4 +88,4 @@ def _problem(request: Request, status: HTTPStatus, code: str, detail: str) -> JS
     request.app.state.on_error(code)
     body = Problem(type="about:blank", title=status.phrase, status=status.value, detail=detail, code=code)
     headers = {"WWW-Authenticate": "Bearer"} if status is HTTPStatus.UNAUTHORIZED else None
-    return JSONResponse(body.model_dump(), status.value, headers, _TYPE)
+    return JSONResponse(body.model_dump(), status.value, headers, MEDIA_TYPE)
