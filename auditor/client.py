@@ -27,10 +27,10 @@ from auditor.channel import MAX_MESSAGE_BYTES, REFUSED_FOR_GOOD, TOO_LARGE, Chan
 from auditor.codec import to_wire
 from auditor.counts import Counts
 from auditor.errors import RecordError
-from auditor.forks import follow
+from auditor.forks import Losses, follow
 from auditor.outbox import Outbox
 from auditor.proto import audit_pb2 as pb
-from auditor.records import Record, RolloutRecord, TrainerRecord
+from auditor.records import Record, RolloutRecord, Side, TrainerRecord
 from auditor.self_report import SelfReport
 from auditor.spool import Spool
 
@@ -77,7 +77,7 @@ class AuditClient:
         self._spool_name = spool_name or str(spool_dir)
         self._self_report = SelfReport(run_id, self._spool.waits)
         self._address = address
-        self._counts = Counts()
+        self._counts, self._losses = Counts(), Losses()
         self._changed = threading.Condition()
         self._in_flight = 0
         self._on_their_way = 0  # from the queue to the spool
@@ -104,6 +104,7 @@ class AuditClient:
     @property
     def counts(self) -> Counts:
         """What became of the records so far. One that is on its way may show in two places, never in none."""
+        self._hear_of_workers()
         # The spool before and after: records move between it, memory and the counts while nobody holds the lock.
         before = self._spool.waiting()
         with self._changed:
@@ -135,16 +136,12 @@ class AuditClient:
             self._channel.close()
             self._leave_nothing_in_memory()
         counts = self.counts
+        if not self._in_child:
+            self._losses.close()
         waiting = 0 if self._in_child and not self._handed_in_here else counts.spooled
         if waiting or counts.dropped or counts.refused:
-            log.warning(
-                "audit of run %s is incomplete: %d records wait in %s, %d were dropped, %d were refused",
-                self.run_id,
-                waiting,
-                self._spool_name,
-                counts.dropped,
-                counts.refused,
-            )
+            log.warning("audit of run %s is incomplete: %d records wait in %s, %d were dropped, %d were refused",
+                        self.run_id, waiting, self._spool_name, counts.dropped, counts.refused)  # fmt: skip
         return counts
 
     def __enter__(self) -> "AuditClient":
@@ -166,17 +163,25 @@ class AuditClient:
             return
         self._self_report.of_side(record.side)
         with self._changed:
-            if self._closing:
-                self._counts = replace(self._counts, dropped=self._counts.dropped + 1)
-                return
             if self._in_child:
-                self._handed_in_here = True
-                self._store(pb.SubmitRequest(batch=pb.Batch(records=[message])))
+                self._put_on_disk(message, record.side)
+                return
+            if self._closing:
+                self._count(dropped=1)
                 return
             self._queue.add(message, size)
             self._changed.notify_all()
         while self._queue.full:
             self._relieve_queue()
+
+    def _put_on_disk(self, message: pb.Record, side: Side) -> None:
+        """In a child: for its parent to send, who is told of what is lost here."""
+        self._handed_in_here = True
+        if self._closing:
+            self._count(dropped=1)
+        elif self._store(pb.SubmitRequest(batch=pb.Batch(records=[message]))):
+            return
+        self._losses.say(side)
 
     def forked(self) -> object:
         """Begin anew in a child: what was in memory is the parent's, as are its threads and its channel."""
@@ -194,6 +199,7 @@ class AuditClient:
 
     def _work(self) -> None:
         while True:
+            self._hear_of_workers()
             self._gather()
             batch = self._take()
             if batch:
@@ -269,15 +275,13 @@ class AuditClient:
                 return False
             request = batch_in(claimed.payload) if claimed.whole else None
             if request is None:
-                log.warning(
-                    "%s is no batch, or not a whole one, and is set aside; %d records dropped",
-                    claimed.path,
-                    claimed.records,
-                )
+                log.warning("%s is no batch, or not a whole one, and is set aside; %d records dropped",
+                            claimed.path, claimed.records)  # fmt: skip
                 with self._changed:  # nobody may see it gone from the disk and not yet counted
                     claimed.set_aside()
                     self._count(dropped=claimed.records)
                 return True
+            self._self_report.of_batch(request.batch)
             sent = self._send(request)
             if sent:
                 claimed.remove()
@@ -307,13 +311,8 @@ class AuditClient:
         if error is not None:
             self._away_until = time.monotonic() + pause_of(call, _RETRY_S, _LONGEST_PAUSE_S)
             if not self._away:
-                log.warning(
-                    "auditor at %s takes no records (%s: %s); they wait in %s",
-                    self._address,
-                    call.code(),
-                    call.details(),
-                    self._spool_name,
-                )
+                log.warning("auditor at %s takes no records (%s: %s); they wait in %s",
+                            self._address, call.code(), call.details(), self._spool_name)  # fmt: skip
             self._away = True
             return False
         if self._away:
@@ -374,7 +373,8 @@ class AuditClient:
             self._on_their_way -= len(batch)
             self._changed.notify_all()
 
-    def _store(self, request: pb.SubmitRequest) -> None:
+    def _store(self, request: pb.SubmitRequest) -> bool:
+        """Whether it is on disk; what is not is counted as dropped."""
         request.batch.ClearField("client")  # it says how the client was then
         records = len(request.batch.records)
         try:
@@ -385,13 +385,15 @@ class AuditClient:
         if not stored:
             self._count(dropped=records)
             log.warning("%d records dropped, %s: %s", records, self._spool_name, reason)
+        return stored
 
-    def _count(self, accepted: int = 0, duplicate: int = 0, refused: int = 0, dropped: int = 0) -> None:
+    def _hear_of_workers(self) -> None:
+        """What forked workers could not store is lost to this client, and said by it."""
+        if not self._in_child:
+            for side, lost in self._losses.heard().items():
+                self._self_report.of_side(side)
+                self._count(dropped=lost)
+
+    def _count(self, **more: int) -> None:
         with self._changed:
-            self._counts = replace(
-                self._counts,
-                accepted=self._counts.accepted + accepted,
-                duplicate=self._counts.duplicate + duplicate,
-                refused=self._counts.refused + refused,
-                dropped=self._counts.dropped + dropped,
-            )
+            self._counts = self._counts.plus(**more)

@@ -40,6 +40,13 @@ class SelfReport:
         """Note that a record of this side was handed in."""
         self._sides.add(side)
 
+    def of_batch(self, batch: pb.Batch) -> None:
+        """Note the sides of its records that are of this run: forked workers hand in on disk."""
+        for record in batch.records:
+            side: Side | None = record.WhichOneof("side")
+            if side and getattr(record, side).common.run_id == self._run_id:
+                self.of_side(side)
+
     def state(self, dropped: int) -> pb.ClientState | None:
         """The state now; None where there is nobody to speak for. dropped: records since this client's start."""
         if not (self._run_id and self._sides):

@@ -19,6 +19,7 @@ from auditor.self_report import SelfReport
 from auditor.spool import Spool
 from tests.auditor.processes import AuditorProcess, running_auditor
 from tests.auditor.samples import pair
+from tests.auditor.test_forks import in_a_child
 from tests.auditor.test_ledger import wait_until
 
 NOBODY = "127.0.0.1:9"
@@ -209,3 +210,18 @@ def auditor_text(auditor: AuditorProcess, token: str) -> str:
     with urllib.request.urlopen(request, timeout=10) as answer:
         text: str = answer.read().decode()
     return text
+
+
+def test_what_forked_workers_spool_and_lose_is_said_by_their_parent_that_hands_in_nothing(tmp_path: Path) -> None:
+    rollout, trainer = pair()
+    with running_auditor(tmp_path / "auditor") as auditor:
+        spools = AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "a")
+        assert in_a_child(lambda: spools.submit_rollout(rollout)) == 0
+        of_rollout = '{run_id="run",side="rollout"}'
+        auditor.wait_for_metrics(lambda series: f"auditor_client_spooled_records{of_rollout}" in series)
+        loses = AuditClient(auditor.grpc, "run", spool_dir=tmp_path / "b", spool_limit_bytes=0)
+        for _ in range(3):
+            assert in_a_child(lambda: loses.submit_trainer(trainer)) == 0
+        name = 'auditor_client_dropped_records{run_id="run",side="trainer"}'
+        auditor.wait_for_metrics(lambda series: series.get(name) == 3)
+        assert (spools.close().dropped, loses.close().dropped) == (0, 3)

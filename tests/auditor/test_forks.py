@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from auditor.client import AuditClient
+from auditor.forks import Losses
 from auditor.spool import Spool
 from tests.auditor.processes import REPOSITORY
 from tests.auditor.samples import pair
@@ -252,6 +253,45 @@ def test_a_worker_may_end_by_sys_exit_and_tears_down_nothing_of_grpc(tmp_path: P
         command = [sys.executable, "-c", ENDS_BY_SYS_EXIT, address, str(tmp_path)]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "21\n"), done.stderr
+
+
+def test_what_workers_lose_is_heard_once_and_none_waits_for_its_parent_to_listen() -> None:
+    losses, many = Losses(), 200_000
+
+    def work() -> None:
+        for _ in range(many):
+            losses.say("trainer")
+
+    assert in_a_child(work) == 0, "it waits until somebody listens"
+    assert 0 < losses.heard()["trainer"] < many
+    work()  # as a worker that goes on
+    heard = losses.heard()["trainer"]
+    assert in_a_child(lambda: losses.say("rollout")) == 0
+    assert losses.heard() == {"rollout": 1}, "a worker's own worker says what was not said yet, too"
+    while heard < many:
+        losses.say("trainer")
+        many += 1
+        heard += losses.heard()["trainer"]
+    assert (heard, losses.heard()) == (many, {})
+    losses.close()
+    losses.say("rollout")
+    assert losses.heard() == {}
+
+
+def test_a_worker_that_loses_a_record_outlives_its_parent_whatever_a_broken_pipe_does(tmp_path: Path) -> None:
+    client = AuditClient(NOBODY, "run", spool_dir=tmp_path, spool_limit_bytes=0)
+    go, goes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.read(go, 1)
+        hand_in(client, 0)
+        os._exit(client.counts.dropped)
+    client.close(0)
+    os.write(goes, b"!")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == RECORDS
+    os.close(go)
+    os.close(goes)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
