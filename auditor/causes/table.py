@@ -28,6 +28,7 @@ from auditor.causes.context.stepwise import row_by_row
 from auditor.causes.context.stored import stored_in_fewer_bits, usual_caches
 from auditor.causes.context.tenants import other_tenants
 from auditor.causes.distribution.bands import other_filters
+from auditor.causes.distribution.blurred import blurred_filter
 from auditor.causes.distribution.head import low_precision_head, low_precision_output, low_precision_values
 from auditor.causes.distribution.logits import logit_processor, penalised_values
 from auditor.causes.distribution.masses import many_tokens
@@ -97,6 +98,7 @@ OF_ROWS: Final[tuple[Compute, ...]] = (
     touched_tokens,
     many_tokens,
     other_filters,
+    blurred_filter,
     combined_values,
     logit_processor,
 )

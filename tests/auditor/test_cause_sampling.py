@@ -6,6 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from auditor.causes.computation.reduction import rounding_noise
+from auditor.causes.distribution.bands import other_filters
+from auditor.causes.distribution.blurred import blurred_filter
 from auditor.causes.distribution.head import low_precision_head
 from auditor.causes.distribution.logits import logit_processor
 from auditor.causes.distribution.shards import one_shard
@@ -15,9 +18,9 @@ from auditor.causes.evidence import STRONG
 from auditor.causes.steps import sampler_defaults
 from auditor.causes.values.lookup import other_token
 from auditor.faults.blind import nucleus
-from auditor.faults.suite import filtered, logits_of, read_off
+from auditor.faults.suite import filtered, head_of, logits_of, read_off
 from auditor.faults.world import Drawn, World
-from tests.auditor.diagnosis import certain, said
+from tests.auditor.diagnosis import certain, oracle_of, said
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +195,50 @@ def test_a_model_s_own_defaults_are_a_penalty_a_temperature_and_filters_at_once(
     wrong = read_off(world, hot, logits)
     words = "repetition penalty of 1.05", "top_k 20", "temperature 0.7 where 0.85"
     certain(sampler_defaults, world, sample, wrong, "truncated_sampling", *words)
+
+
+def in_other_roundings(world: World, s: Drawn, keep: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Values of a filter on hidden states whose last bits are off at random."""
+    decoder = world.decoder(s.version)
+    hidden = decoder.hidden([s.tokens])[s.prompt - 1 : -1]
+    by = np.random.default_rng(0).integers(-2, 3, hidden.shape)
+    logits = decoder.reference.gemm_fp32(
+        np.where(hidden & 0x7FFF, hidden + by, hidden).astype(np.uint16), head_of(decoder)
+    )
+    p = np.exp((logits - logits.max(axis=1, keepdims=True)).astype(np.float64) / s.temperature)
+    for row, chances, target in zip(logits, p / p.sum(axis=1, keepdims=True), s.tokens[s.prompt :], strict=True):
+        gone = ~keep(chances)
+        gone[target] = False
+        row[gone] = -np.inf
+    return read_off(world, s, logits)
+
+
+@pytest.mark.parametrize(
+    ("keep", "name"),
+    [
+        (nucleus(0.9), "top_p 0.9"),
+        (lambda p: p >= np.sort(p)[-33], "top_k 33"),
+        (lambda p: p >= 0.05 * p.max(), "min_p 0.05"),
+        (
+            lambda p: nucleus(0.8)(np.where(p >= np.sort(p)[-20], p, 0.0) / np.sort(p)[-20:].sum()),
+            "top_k 20 and top_p 0.8",
+        ),
+    ],
+)
+def test_a_filter_is_found_where_roundings_blur_it(
+    world: World, sample: Drawn, keep: Callable[[np.ndarray], np.ndarray], name: str
+) -> None:
+    wrong = in_other_roundings(world, sample, keep)
+    suggestion, other = (said(search, world, sample, wrong) for search in (blurred_filter, other_filters))
+    assert suggestion is not None
+    assert suggestion.cause == "truncated_sampling"
+    assert f"those of {name}, but for" in suggestion.evidence
+    assert other is None or other.score < suggestion.score
+
+
+def test_forbidden_tokens_and_roundings_alone_are_no_blurred_filter(world: World, sample: Drawn) -> None:
+    for keep in (lambda p: np.arange(len(p)) % 5 > 0, lambda p: p >= 0):
+        wrong = in_other_roundings(world, sample, keep)
+        off = np.abs(wrong - world.logprobs(world.decoder(sample.version), sample))
+        assert off.mean() > 0.5 * rounding_noise(oracle_of(world, sample))
+        assert said(blurred_filter, world, sample, wrong) is None

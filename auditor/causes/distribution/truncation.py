@@ -107,7 +107,7 @@ def _short(seen: _Rows, lifts: F64) -> Suggestion | None:
 def _beside_a_temperature(evidence: Evidence, oracle: Oracle, rows: I64) -> Iterator[Suggestion]:
     """A filter and another temperature than the stated one, which few tokens tell apart from all others."""
     few = rows[np.linspace(0, len(rows) - 1, min(_FEW, len(rows))).astype(np.int64)]
-    ordered = _ordered(oracle, few)
+    ordered = ordered_logits(oracle, few)
     heats = next((h for h in _HEATS if h.size * few.size * oracle.decoder.config.vocab < _WORK), _HEATS[-1])
     for heat in heats.tolist():
         if abs(heat - oracle.temperature) < _TOLERANCE:
@@ -143,10 +143,10 @@ def _look(
 ) -> _Rows:
     """How many of the likeliest tokens were kept in some rows, as the values say at a temperature.
 
-    A side that filters what another one drew keeps the drawn token beside the likeliest. ordered: as of `_ordered`,
-    where it is known.
+    A side that filters what another one drew keeps the drawn token beside the likeliest. ordered: as of
+    `ordered_logits`, where it is known.
     """
-    z = _ordered(oracle, rows) if ordered is None else ordered
+    z = ordered_logits(oracle, rows) if ordered is None else ordered
     p, own = _heated(z, heat), oracle.own_logits[rows, oracle.targets[rows]].astype(np.float64)
     logp = (own - z[:, 0]) / heat + np.log(p[:, 0])
     mass, chosen = np.cumsum(p, axis=1), np.exp(logp)
@@ -161,7 +161,7 @@ def _look(
     return _Rows(rows, p, mass, chosen, kept, np.minimum(left, left_beside) < tolerance)
 
 
-def _ordered(oracle: Oracle, rows: I64) -> F64:
+def ordered_logits(oracle: Oracle, rows: I64) -> F64:
     """Logits of each row, the largest first, float64 [rows,V]."""
     ordered: F64 = -np.sort(-oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64), axis=1)
     return ordered
@@ -190,7 +190,7 @@ def _is_sharp(mass: F64, kept: np.ndarray) -> bool:
 
 def _measures(oracle: Oracle, rows: I64, heat: float) -> dict[str, F64]:
     """By each filter's measure, how far a token is from the likeliest, float64 [R,V], the likeliest first."""
-    p = _heated(_ordered(oracle, rows), heat)
+    p = _heated(ordered_logits(oracle, rows), heat)
     own, largest = -np.log(np.maximum(p, 1e-300)), -np.log(p[:, :1])
     spread = (oracle.own_logits[rows, : oracle.decoder.config.vocab].astype(np.float64) / heat).std(axis=1)
     ranks = np.broadcast_to(np.arange(1.0, p.shape[1] + 1.0), p.shape)
