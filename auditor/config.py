@@ -2,6 +2,7 @@
 
 import difflib
 import ipaddress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -185,6 +186,18 @@ def tls_files(config: Config) -> TlsFiles | None:
     if config.tls_certificate is None or config.tls_key is None:
         return None
     return TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+
+
+def left_open(config: Config, addresses: Mapping[str, str]) -> Iterator[str]:
+    """What others can do or see, a sentence each. addresses: the bound ones, of `grpc` and `http`."""
+    if not (config.token_file or config.tokens_file or config.tls_client_ca):
+        yield f"no token_file, tokens_file or tls_client_ca: whoever reaches {addresses['grpc']} may write records"
+    for name, address in addresses.items():
+        if config.tls_key is None and not _is_loopback(split_address(name, address)[0]):
+            yield (
+                f"{name}: {address} speaks plain text: tokens and records can be read on their way;"
+                " give tls_certificate and tls_key, or put what speaks TLS in front"
+            )
 
 
 def store_access(config: Config) -> StoreAccess:

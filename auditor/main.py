@@ -28,7 +28,16 @@ from typing import Any
 import uvicorn
 
 from auditor.clock import SteadyClock
-from auditor.config import Config, join_address, load_config, split_address, store_access, tls_files, weights_place
+from auditor.config import (
+    Config,
+    join_address,
+    left_open,
+    load_config,
+    split_address,
+    store_access,
+    tls_files,
+    weights_place,
+)
 from auditor.contracts import known_contracts
 from auditor.errors import AuditorError, ConfigError
 from auditor.export.api import Facts, make_api
@@ -278,12 +287,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         # What lives now lives to the end: it need not be looked through again and again.
         gc.freeze()
+        for said in left_open(config, auditor.addresses):
+            log.warning("%s", said)
         if config.ports_file is not None:
             _write_ports(config.ports_file, auditor.addresses)
-        if config.token_file is None and config.tokens_file is None:
-            log.warning(
-                "no token_file and no tokens_file: whoever reaches %s may write records", auditor.addresses["grpc"]
-            )
         log.info("ready after %.2f s: %s", time.monotonic() - started, auditor.addresses)
         stop.wait()
     except ConfigError as error:

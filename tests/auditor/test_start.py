@@ -186,6 +186,7 @@ def test_it_is_ready_within_two_seconds_of_work_and_small(tmp_path: Path) -> Non
         status = Path(f"/proc/{auditor.process.pid}/status").read_text()
         (resident,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")]
         assert resident < 300 * 1024, f"{resident} KiB"
+        assert f"whoever reaches {auditor.grpc} may write records" in auditor.log
         assert auditor.stop() == 0
 
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from auditor.client import AuditClient
-from auditor.config import load_config
+from auditor.config import Config, left_open, load_config
 from auditor.errors import ConfigError
 from auditor.proto import audit_pb2 as pb
 from auditor.proto.audit_pb2_grpc import AuditServiceStub
@@ -169,3 +169,20 @@ def _serial(host: str, port: int, ours: Path) -> str:
 def test_half_a_tls_configuration_is_refused(flags: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(None, flags)
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "said"),
+    [
+        ({}, "127.0.0.1", ["whoever reaches 127.0.0.1:1 may write records"]),
+        ({"token_file": "t"}, "[::1]", []),
+        ({"token_file": "t"}, "0.0.0.0", ["grpc: 0.0.0.0:1 speaks plain text", "http: 0.0.0.0:2 speaks plain text"]),
+        ({"insecure": True}, "[::]", ["whoever reaches [::]:1", "grpc: [::]:1 speaks", "http: [::]:2 speaks"]),
+        ({"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a"}, "0.0.0.0", []),
+    ],
+)
+def test_what_is_open_is_said_at_the_start(settings: dict[str, str], host: str, said: list[str]) -> None:
+    addresses = {"grpc": f"{host}:1", "http": f"{host}:2"}
+    found = list(left_open(Config.model_validate({**addresses, **settings}), addresses))
+    assert len(found) == len(said)
+    assert all(part in line for part, line in zip(said, found, strict=True)), found
