@@ -150,7 +150,10 @@ class Auditor:
             unexported = tokens.unexported
         if config.retain_days:
             archive = ParquetArchive(config.archive, store_access(config)) if config.archive else None
-            old = Retirement(self._reader, self._writer, config.retain_days, archive, clock, self._stopping, unexported)
+            failed = partial(self._metrics.count_error, "retention")
+            old = Retirement(
+                self._reader, self._writer, config.retain_days, archive, clock, self._stopping, unexported, failed
+            )
             self._every(config.retain_look_s, "evidence that is to be retired", old.look, "retention")
 
     def _token_evidence(self, config: Config, wanted: Wanted) -> TokenEvidence:

@@ -10,6 +10,7 @@ twice, because the auditor died in between, is dropped once.
 
 import hashlib
 import io
+import logging
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
+from auditor.errors import EvidenceError
 from auditor.file_place import FilePlace, tables_in
 from auditor.object_store import AMAZON, StoreAccess
 from auditor.records import SampleKey
@@ -24,6 +26,7 @@ from auditor.storage.reader import Reader
 from auditor.storage.unit import Unit
 from auditor.writer import Writer
 
+log = logging.getLogger(__name__)
 _BATCH: Final = 500
 _DAY_S: Final = 86_400.0
 _LAST_SEQ: Final = 2**62
@@ -116,6 +119,7 @@ class Retirement:
 
     clock: that of the ledger, for ages are differences of its times. stopping: set where no further batch is begun.
     unexported: settled samples whose token rows are to be written first; None: too many, and nothing is retired.
+    on_error: told the code of each record that is not what was stored: once it is retired, the chain shows it no more.
     """
 
     def __init__(
@@ -127,8 +131,9 @@ class Retirement:
         clock: Callable[[], float],
         stopping: threading.Event,
         unexported: Callable[[], Collection[SampleKey] | None] | None = None,
+        on_error: Callable[[str], None] = lambda code: None,
     ) -> None:
-        self._unexported = unexported
+        self._unexported, self._on_error = unexported, on_error
         self._reader, self._writer, self._days, self._archive = reader, writer, days, archive
         self._clock, self._stopping = clock, stopping
         newest = reader.newest()
@@ -141,6 +146,13 @@ class Retirement:
             if self._archive is not None:
                 self._archive.write(evidence)
             self._writer.submit(partial(drop, evidence=evidence), block=True).result()
+            self._tell_rotten(evidence)
+
+    def _tell_rotten(self, evidence: Sequence[Evidence]) -> None:
+        for one in evidence:
+            if hashlib.sha256(one.payload).digest() != one.digest:
+                log.error("the %s record of %s was retired and is not what was stored", one.side, one.key)
+                self._on_error(EvidenceError.code)
 
     def _next(self, until: int) -> list[Evidence]:
         """The next batch; asked after what is settled is known, for what settles later is exported later too."""

@@ -71,7 +71,7 @@ def test_evidence_is_retired_by_age_written_away_and_still_in_the_chain(connect:
     ledger.close()
 
 
-def test_an_archive_that_fails_keeps_the_evidence_and_is_counted(connect: Open) -> None:
+def test_an_archive_that_fails_keeps_the_evidence_and_is_counted_and_so_is_what_has_rotted(connect: Open) -> None:
     """Until it works again: then the same evidence is written away and dropped."""
 
     class Full:
@@ -83,21 +83,27 @@ def test_an_archive_that_fails_keeps_the_evidence_and_is_counted(connect: Open) 
                 raise ArchiveError("archive: No space left on device")
             self.written += evidence
 
-    ledger, archive, codes = Ledger(connect(True), clock=lambda: 1000.0), Full(), []
+    database = connect(True)
+    ledger, archive, codes = Ledger(database, clock=lambda: 1000.0), Full(), list[str]()
     receive(ledger, pipeline(), 0)
     writer = Writer(ledger, lambda counts: None, lambda: None, 8)
     reader = Reader(lambda: connect(False))
-    retirement = Retirement(reader, writer, 1 / 86_400, archive, lambda: 2000.0, threading.Event())
+    retirement = Retirement(reader, writer, 1 / 86_400, archive, lambda: 2000.0, threading.Event(), None, codes.append)
     work = Periodic("retirement", 0.01, retirement.look, codes.append)
     wait_until(lambda: len(codes) >= 2)
     assert set(codes) == {"archive_unavailable"}
     assert reader.record(SampleKey("run", 0, "0"), "rollout") is not None
+    codes.clear()
+    writer.submit(
+        lambda unit: database.run("UPDATE records SET payload = ? WHERE side = 'trainer'", (b"rotten",))
+    ).result()
     archive.full = False
     wait_until(lambda: reader.record(SampleKey("run", 0, "0"), "rollout") is None)
     work.close()
     writer.close()
     ledger.close()
     assert [evidence.side for evidence in archive.written] == ["rollout", "trainer"]
+    assert [code for code in codes if code != "archive_unavailable"] == ["evidence_unreadable"]
 
 
 def test_an_auditor_that_ends_retires_the_batch_that_it_is_at_and_no_other(
