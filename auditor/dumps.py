@@ -26,6 +26,7 @@ _NESTED: Final[Mapping[str, type]] = {
     "positions": Positions,
 }
 _PARQUET: Final = b"PAR1"
+_COMPRESSED: Final = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")  # gzip, zstd, bzip2, xz
 _FIELD: Final = re.compile(r"'?(\w+)")
 _BITS: Final = re.compile(r"[0-9a-fA-F]{8}")
 # What a side does not say is unknown, and the auditor judges the sample not comparable.
@@ -51,10 +52,12 @@ def read_dump(path: Path, defaults: Mapping[str, Any], defaults_of: str = "the d
 
     RecordError names the row, or `defaults_of` where what is wrong comes from there, or says that there is no row.
     """
-    number = 0
+    number, run = 0, defaults.get("run_id")
     rows = _parquet(path) if _is_parquet(path) else _json_lines(path)
     for number, row in enumerate(rows, 1):
         try:
+            if row.get("run_id", run) not in (None, run):
+                raise RecordError(f"run_id is {row['run_id']!r}; the records that are sent are of run {run!r}")
             yield record_of({**defaults, **row})
         except (RecordError, TypeError, ValueError, OverflowError) as error:
             where = defaults_of if _of_defaults(error, defaults, row) else f"{path}, row {number}"
@@ -112,7 +115,7 @@ def _decode_arrays(values: dict[str, Any], kind: type) -> None:
     elif "logprobs" in values:
         values["logprobs"] = _fp32(values["logprobs"])
     if "tokens" in values:
-        values["tokens"] = np.asarray(values["tokens"])
+        values["tokens"] = _ids(values["tokens"])
         if kind is TrainerRecord:
             values.setdefault("token_count", len(values["tokens"]))
     if "mask" in values:
@@ -137,13 +140,21 @@ def _of_bits(texts: Any) -> np.ndarray:
 
 def _fp32(numbers: Any) -> np.ndarray:
     wide = np.asarray(numbers)
-    if wide.size and wide.dtype.kind not in "fiu":
+    if (wide.size and wide.dtype.kind not in "fiu") or bool in map(
+        type, numbers
+    ):  # NumPy takes true for 1 among numbers
         raise RecordError("logprobs holds something that is no number; a value that was not one is NaN")
     with np.errstate(over="ignore"):
         narrow = wide.astype(np.float32)
     if (np.isinf(narrow) & np.isfinite(wide)).any():
         raise RecordError("logprobs holds a number that is beyond fp32; an infinity is written Infinity")
     return narrow
+
+
+def _ids(ids: Any) -> np.ndarray:
+    if bool in map(type, ids):
+        raise RecordError("tokens holds true or false; ids are whole numbers")
+    return np.asarray(ids)
 
 
 def _mask(flags: Any) -> np.ndarray:
@@ -197,6 +208,8 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            if number == 1 and line.startswith(_COMPRESSED):
+                raise RecordError(f"{path} is compressed; unpack it first")
             try:
                 row = json.loads(line, object_pairs_hook=_once)
             except (ValueError, RecursionError) as error:
