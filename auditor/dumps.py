@@ -139,10 +139,8 @@ def _of_bits(texts: Any) -> np.ndarray:
 
 
 def _fp32(numbers: Any) -> np.ndarray:
-    wide = np.asarray(numbers)
-    if (wide.size and wide.dtype.kind not in "fiu") or bool in map(
-        type, numbers
-    ):  # NumPy takes true for 1 among numbers
+    wide = np.asarray(numbers)  # which takes true for 1 among numbers
+    if (wide.size and wide.dtype.kind not in "fiu") or bool in map(type, numbers):
         raise RecordError("logprobs holds something that is no number; a value that was not one is NaN")
     with np.errstate(over="ignore"):
         narrow = wide.astype(np.float32)
