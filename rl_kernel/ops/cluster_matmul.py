@@ -19,7 +19,7 @@ BK = 64
 SEGMENTS = (2, 4, 8)
 MIN_ROWS = 17  # below, kernels with narrow tiles read the weight faster
 NARROW = 96  # columns of a tile between 64 and 128
-MOST_STAGES = 12
+SHARED_COPIES = 160 * 1024  # bytes that programs of a tile have under way at most; with more, seen, they are slower
 NEIGHBOURS = 2  # programs of a cluster that share no tile
 ROUNDS = 4  # tiles of a program of many rows; with more of them `gluon_matmul` is the faster
 ALIGNED = 2048  # bytes of shared memory for barriers, and for tiles to begin where the copy engine wants
@@ -45,7 +45,8 @@ class Shape:
     @property
     def stages(self) -> int:
         """Copies under way."""
-        return min(MOST_STAGES, (MOST_SHARED - ALIGNED - self.received) // ((self.bm + self.bn) * BK * 2))
+        room = MOST_SHARED - ALIGNED - self.received
+        return (min(SHARED_COPIES, room) if self.split > 1 else room) // ((self.bm + self.bn) * BK * 2)
 
     @property
     def shared(self) -> int:
@@ -122,7 +123,10 @@ def _how(
     programs, cluster = cdiv(m, shape.bm) * cdiv(n, shape.bn) * shape.split, shape.split
     if cluster == 1:  # programs stay, and one without a tile ends at once
         cluster = NEIGHBOURS
-        programs = min(cdiv(programs, cluster), processors // cluster) * cluster
+        most = processors // cluster
+        if shape.bn == NARROW:  # as few as need no tile more each: what they read is waited for
+            most = min(most, cdiv(cdiv(programs, cdiv(programs, most * cluster)), cluster))
+        programs = min(cdiv(programs, cluster), most) * cluster
     threads = 384 if shape.bm == 128 else 160
     return constants(shape, segments, rows_of_b, fp32), Launch(programs, threads, shape.shared, cluster)
 

@@ -47,7 +47,7 @@ class Row:
 
 def copies(size: int) -> int:
     """How many input sets of `size` bytes are needed to leave the L2."""
-    return max(1, min(24, -(-ROTATE // max(size, 1))))
+    return max(1, min(128, -(-ROTATE // max(size, 1))))
 
 
 def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
