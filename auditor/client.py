@@ -23,7 +23,7 @@ from types import TracebackType
 
 import grpc
 
-from auditor.channel import MAX_MESSAGE_BYTES, REFUSED_FOR_GOOD, TOO_LARGE, Channel, batch_in, pause_of
+from auditor.channel import MAX_MESSAGE_BYTES, Channel, batch_in
 from auditor.codec import to_wire
 from auditor.counts import Counts
 from auditor.errors import RecordError
@@ -32,17 +32,14 @@ from auditor.outbox import Outbox
 from auditor.proto import audit_pb2 as pb
 from auditor.records import Record, RolloutRecord, Side, TrainerRecord
 from auditor.self_report import SelfReport
+from auditor.sender import LONGEST_PAUSE_S, RETRY_S, RPC_TIMEOUT_S, Sender
 from auditor.spool import Spool
 
 __all__ = ["AuditClient", "Counts"]
 
 log = logging.getLogger(__name__)
 
-_RPC_TIMEOUT_S = 10.0
 _LAST_WORD_S = 1.0
-_RETRY_S = 0.5
-_LONGEST_PAUSE_S = 30.0
-_ROOM_FOR_STATE = 1 << 20
 
 
 class AuditClient:
@@ -70,22 +67,28 @@ class AuditClient:
         spool_limit_bytes: int = 1 << 30,
         spool_name: str = "",
     ) -> None:
-        self._channel = Channel(address, token, credentials)
+        channel = Channel(address, token, credentials)
         self.run_id = run_id
         self._queue = Outbox(queue_size, queue_bytes)
         self._spool = Spool(Path(spool_dir), spool_limit_bytes)
         self._spool_name = spool_name or str(spool_dir)
         self._self_report = SelfReport(run_id, self._spool.waits)
+        self._sender = Sender(
+            channel,
+            self._self_report,
+            address=address,
+            waits_in=self._spool_name,
+            count=self._count,
+            dropped=lambda: self._counts.dropped,
+            relieve=self._relieve_queue,
+        )
         self._address = address
         self._counts, self._losses = Counts(), Losses()
         self._changed = threading.Condition()
         self._in_flight = 0
         self._on_their_way = 0  # from the queue to the spool
-        self._away_until = 0.0
-        self._away = False
         # Batches of the shared spool that this client's token does not open, and when to try them again.
         self._not_ours: dict[Path, float] = {}
-        self._forbidden = False
         self._closing = False
         self._in_child = False
         self._handed_in_here = False  # of a child
@@ -133,7 +136,7 @@ class AuditClient:
             self._changed.notify_all()
         if not self._in_child:
             self._thread.join()
-            self._channel.close()
+            self._sender.channel.close()
             self._leave_nothing_in_memory()
         counts = self.counts
         if not self._in_child:
@@ -189,7 +192,7 @@ class AuditClient:
         self._queue, self._counts = Outbox(0, 0), Counts()
         self._in_flight = self._on_their_way = 0
         self._in_child, self._handed_in_here = True, False
-        return self._channel
+        return self._sender.channel
 
     def _leave_nothing_in_memory(self) -> None:
         """Store what is there although the thread has ended, as one does that met an error nobody thought of."""
@@ -208,42 +211,42 @@ class AuditClient:
                 self._tell(_LAST_WORD_S)
                 return
             if not self._replay_some():
-                self._tell(_RPC_TIMEOUT_S)
+                self._tell()
                 self._rest()
 
     def _gather(self) -> None:
         """While the auditor is away, what comes in half a second becomes one batch: small files are slow to send."""
-        deadline = min(self._away_until, time.monotonic() + _RETRY_S)
+        deadline = min(self._sender.away_until, time.monotonic() + RETRY_S)
         with self._changed:
             while not self._closing and not self._queue.half_full and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
 
     def _replay_some(self) -> bool:
         """Whether something of the spool went through; no trouble of a disk or a file ends the thread."""
-        if self._closing or time.monotonic() < self._away_until:
+        if self._closing or self._sender.pauses:
             return False
         try:
             return self._replay()
         except Exception:
             log.exception("%s could not be read; it is tried again", self._spool_name)
-            self._away_until = time.monotonic() + _RETRY_S
+            self._sender.pause()
             return False
 
-    def _tell(self, timeout: float) -> None:
+    def _tell(self, timeout: float = RPC_TIMEOUT_S) -> None:
         """Say how this client is where no batch says it: who was told of a full spool must hear of its end."""
-        if time.monotonic() < self._away_until or not self._self_report.due(self._counts.dropped):
+        if self._sender.pauses or not self._self_report.due(self._counts.dropped):
             return
         try:
-            self._send(pb.SubmitRequest(batch=pb.Batch()), timeout)
+            self._sender.send(pb.SubmitRequest(batch=pb.Batch()), timeout)
         except Exception:
             log.exception("the auditor at %s could not be told how this client is", self._address)
-            self._away_until = time.monotonic() + _RETRY_S
+            self._sender.pause()
 
     def _rest(self) -> None:
         """Wait a moment for work where there is none."""
         with self._changed:
             if not self._queue and not self._closing:
-                self._changed.wait(_RETRY_S)
+                self._changed.wait(RETRY_S)
 
     def _take(self) -> list[pb.Record]:
         """The next batch from the queue, empty where there is none."""
@@ -256,7 +259,7 @@ class AuditClient:
         request = pb.SubmitRequest(batch=pb.Batch(records=batch))
         try:
             # After its time `close` waits for the disk alone, however much is in the queue.
-            sent = not self._closing and time.monotonic() >= self._away_until and self._send(request)
+            sent = not self._closing and not self._sender.pauses and self._sender.send(request)
         except Exception:
             log.exception("a batch for the auditor at %s could not be sent", self._address)
             sent = False
@@ -282,84 +285,14 @@ class AuditClient:
                     self._count(dropped=claimed.records)
                 return True
             self._self_report.of_batch(request.batch)
-            sent = self._send(request)
+            sent = self._sender.send(request)
             if sent:
                 claimed.remove()
-            elif self._forbidden:
-                self._not_ours[claimed.path] = now + _LONGEST_PAUSE_S
+            elif self._sender.forbidden:
+                self._not_ours[claimed.path] = now + LONGEST_PAUSE_S
         with self._changed:
             self._changed.notify_all()
         return sent
-
-    def _send(self, request: pb.SubmitRequest, timeout: float = _RPC_TIMEOUT_S) -> bool:
-        """Whether the auditor gave a receipt for every record; moves the queue to disk while it hesitates."""
-        state = self._stated(request)
-        call = self._channel.submit(request, timeout)
-        while not call.done():
-            try:
-                call.exception(timeout=0.1)
-            except grpc.FutureTimeoutError:
-                self._relieve_queue()
-        error = call.exception()
-        self._forbidden = error is not None and call.code() is grpc.StatusCode.PERMISSION_DENIED
-        if error is not None and call.code() in REFUSED_FOR_GOOD:
-            log.warning("auditor at %s refused a batch: %s", self._address, call.details())
-            self._count(refused=len(request.batch.records))
-            return True
-        if error is not None and TOO_LARGE in (call.details() or ""):
-            return self._send_in_halves(request)
-        if error is not None:
-            self._away_until = time.monotonic() + pause_of(call, _RETRY_S, _LONGEST_PAUSE_S)
-            if not self._away:
-                log.warning("auditor at %s takes no records (%s: %s); they wait in %s",
-                            self._address, call.code(), call.details(), self._spool_name)  # fmt: skip
-            self._away = True
-            return False
-        if self._away:
-            log.warning("auditor at %s takes records again", self._address)
-        self._away = False
-        receipts = call.result().receipts
-        if len(receipts.receipts) != len(request.batch.records):
-            # What became of which record cannot be told. Sent again, those that were stored are duplicates.
-            log.warning("auditor at %s gave %d receipts for %d records", self._address, len(receipts.receipts),
-                        len(request.batch.records))  # fmt: skip
-            self._away_until = time.monotonic() + _LONGEST_PAUSE_S
-            return False
-        if state is not None:
-            self._self_report.told(state)
-        self._tally(receipts)
-        return True
-
-    def _stated(self, request: pb.SubmitRequest) -> pb.ClientState | None:
-        """How this client is, put into the request too; None where that cannot be said, or finds no room."""
-        records = request.batch.records
-        state = self._self_report.state(self._counts.dropped)
-        if state is None or (len(records) == 1 and records[0].ByteSize() > MAX_MESSAGE_BYTES - _ROOM_FOR_STATE):
-            return None
-        request.batch.client.CopyFrom(state)
-        return state
-
-    def _send_in_halves(self, request: pb.SubmitRequest) -> bool:
-        """A batch that is larger than this auditor takes at once; a single record of that size is refused for good."""
-        records = request.batch.records
-        if len(records) == 1:
-            log.warning("the auditor at %s takes no record of %d bytes", self._address, records[0].ByteSize())
-            self._count(refused=1)
-            return True
-        middle = len(records) // 2
-        halves = (pb.SubmitRequest(batch=pb.Batch(records=part)) for part in (records[:middle], records[middle:]))
-        return all(self._send(half) for half in halves)
-
-    def _tally(self, receipts: pb.Receipts) -> None:
-        outcomes = [receipt.outcome for receipt in receipts.receipts]
-        for receipt in receipts.receipts:
-            if receipt.outcome == pb.OUTCOME_REFUSED:
-                log.warning("auditor refused a record: %s: %s", receipt.code, receipt.detail)
-        self._count(
-            accepted=outcomes.count(pb.OUTCOME_ACCEPTED),
-            duplicate=outcomes.count(pb.OUTCOME_DUPLICATE),
-            refused=outcomes.count(pb.OUTCOME_REFUSED),
-        )
 
     def _relieve_queue(self) -> None:
         """Past half of its bound the queue goes to disk, so that a slow auditor costs no records."""

@@ -135,7 +135,7 @@ def test_a_client_outlives_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_receipt_too_few_is_no_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("auditor.client._LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr("auditor.sender.LONGEST_PAUSE_S", 0.1)
     with server(missing_receipts=1) as address, AuditClient(address, "run", spool_dir=tmp_path) as client:
         client.submit_rollout(pair()[0])
         counts = client.flush(5)
