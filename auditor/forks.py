@@ -1,8 +1,9 @@
 """What a forked child inherits of clients and spools, and what is left alone there.
 
 Neither the thread that sends nor gRPC survives a fork. gRPC promises nothing to the child of a process that has used
-it, and does not do it: with grpcio 1.85, and a parent that was sending, 1 of 300 children that made a channel of their
-own had calls that ended by their time alone, and another a connection that broke at its first bytes. So a client
+it, and does not do it: with grpcio 1.85 and its own handlers of a fork, and a sending parent, 1 of 300 children
+that made a channel of their own had calls that ended by their time alone, and another a connection that broke at its
+first bytes; without the handlers, which `auditor` turns off, no call of such a channel ends at all. So a client
 touches no gRPC in a child: what is handed in there goes to the spool before the call returns, and the client of the
 process that made it, which looks there twice a second, sends it, and hears from `Losses` of what found no room.
 """
