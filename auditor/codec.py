@@ -95,7 +95,10 @@ def _common(record: Record, source_id: str) -> pb.Common:
         weight_digest=record.weight_digest,
         contract_digest=record.contract_digest,
         environment=pb.Environment(
-            arch=record.environment.arch, mma=record.environment.mma, digest=record.environment.digest
+            arch=record.environment.arch,
+            mma=record.environment.mma,
+            digest=record.environment.digest,
+            versions=record.environment.versions,
         ),
         layout=pb.Layout(
             tp_size=layout.tp_size,
@@ -150,7 +153,7 @@ def _sampling(message: pb.Sampling) -> Sampling:
 
 def _environment(encoded: bytes) -> Environment:
     message = pb.Environment.FromString(encoded)
-    return Environment(message.arch, message.mma, message.digest)
+    return Environment(message.arch, message.mma, message.digest, tuple(message.versions))
 
 
 def _layout(encoded: bytes) -> Layout:

@@ -87,7 +87,7 @@ def environment(arch: str, mma: str, versions: Mapping[str, str] | None = None) 
     """
     found = _installed() if versions is None else sorted(versions.items())
     facts = {"arch": arch, "mma": mma, "versions": [list(pair) for pair in found]}
-    return Environment(arch, mma, _digest(facts))
+    return Environment(arch, mma, _digest(facts), tuple(f"{name} {version}" for name, version in found))
 
 
 def layer_digests(outputs: Iterable[npt.NDArray[np.uint16]]) -> tuple[str, ...]:

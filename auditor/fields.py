@@ -66,6 +66,16 @@ def one_text(name: str, value: object) -> None:
             raise RecordError(f"{name} is {value!r}, which cannot be written as UTF-8") from None
 
 
+def texts(name: str, values: object) -> tuple[str, ...]:
+    """Such strings, out of any sequence."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise RecordError(f"{name} is {values!r}; it must be a sequence of texts")
+    found = tuple(values)
+    for value in found:
+        one_text(name, value)
+    return found
+
+
 def as_array(name: str, value: npt.ArrayLike, dtype: type[np.generic], ndim: int) -> npt.NDArray[Any]:
     """An array of one dtype and so many axes; ids of any whole numbers that it holds."""
     try:

@@ -114,11 +114,21 @@ def _contract(rollout: RolloutRecord, trainer: TrainerRecord, contracts: Contrac
         yield "environment.mma", ours.mma or UNKNOWN, theirs.mma or UNKNOWN
     if left is right:
         yield from _differ("environment.arch", ours.arch, theirs.arch)
+        if ours.versions != theirs.versions and ours.versions and theirs.versions:
+            yield from _packages(ours.versions, theirs.versions)
         yield from _differ("environment.digest", ours.digest, theirs.digest)
         return
     for name in ("arch", "digest"):
         if not (getattr(ours, name) and getattr(theirs, name)):
             yield f"environment.{name}", getattr(ours, name), getattr(theirs, name)
+
+
+def _packages(left: tuple[str, ...], right: tuple[str, ...]) -> Iterator[Pair]:
+    """Each package of which the two sides have another version, or one of them none."""
+    ours, theirs = (dict(said.partition(" ")[::2] for said in side) for side in (left, right))
+    for package in sorted(ours.keys() | theirs.keys()):
+        name = f"environment.versions.{package}"
+        yield from _differ(name, *(side.get(package, "not installed") for side in (ours, theirs)))
 
 
 Check = Callable[[RolloutRecord, TrainerRecord, Contracts], Iterator[Pair]]

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from auditor.errors import RecordError
-from auditor.fields import INT64, UINT32, as_array, one_text, real, text, whole, wholes
+from auditor.fields import INT64, UINT32, as_array, one_text, real, text, texts, whole, wholes
 from auditor.positions import Positions
 
 __all__ = [
@@ -89,14 +89,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the side runs on. `digest` is that of `rl_kernel.environment.Environment`."""
+    """What the side runs on. `digest` is that of `rl_kernel.environment.Environment`.
+
+    versions: `torch 2.13.0` of each package that numbers may depend on, kept in the order of the names; empty where
+    they are not said. Of two sides whose digests differ they say in which package.
+    """
 
     arch: str
     mma: str
     digest: str
+    versions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         text(self, "environment.", ("arch", "mma", "digest"))
+        if self.versions:
+            object.__setattr__(self, "versions", tuple(sorted(texts("environment.versions", self.versions))))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -141,7 +141,8 @@ def _sampling(sampling: Sampling, facts: EngineFacts) -> AuditedSampling:
 
 def _environment(facts: EngineFacts) -> Environment:
     it = facts.environment
-    return Environment(arch=it.arch, mma=it.mma, digest=it.digest())
+    versions = tuple(f"{package} {version}" for package, version in it.versions)
+    return Environment(arch=it.arch, mma=it.mma, digest=it.digest(), versions=versions)
 
 
 def _layout(facts: EngineFacts) -> Layout:

@@ -28,6 +28,7 @@ class Limits:
     name_chars: int = 128
     layer_digests: int = 1024
     vocab_shards: int = 4097
+    versions: int = 64
 
 
 def admit_batch(batch: pb.Batch, limits: Limits) -> list[Incoming | Refused]:
@@ -109,6 +110,13 @@ def _check_names(record: Record, limits: Limits) -> None:
     ):
         if len(value) > limits.name_chars:
             raise LimitError(f"{name} has {len(value)} characters; the limit is {limits.name_chars}")
+    versions = record.environment.versions
+    if len(versions) > limits.versions:
+        raise LimitError(f"environment.versions has {len(versions)} packages; the limit is {limits.versions}")
+    if longest := max((version for version in versions if len(version) > limits.name_chars), key=len, default=""):
+        raise LimitError(
+            f"environment.versions has {longest[:40]!r} of {len(longest)} characters; the limit is {limits.name_chars}"
+        )
 
 
 def _check_digests(record: Record) -> None:

@@ -461,19 +461,25 @@ class Environment(_message.Message):
     ARCH_FIELD_NUMBER: _builtins.int
     MMA_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
     arch: _builtins.str
     mma: _builtins.str
     digest: _builtins.str
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """`torch 2.13.0`: each package that numbers may depend on, in the order of the names. None: not said."""
+
     def __init__(
         self,
         *,
         arch: _builtins.str = ...,
         mma: _builtins.str = ...,
         digest: _builtins.str = ...,
+        versions: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arch", b"arch", "digest", b"digest", "mma", b"mma"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arch", b"arch", "digest", b"digest", "mma", b"mma", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,7 @@ def test_an_environment_has_one_name_and_can_be_said_by_hand() -> None:
     read = read_environment("fma32", "cpu-x86_64")
     said = facts.environment("cpu-x86_64", "fma32")
     assert (said.arch, said.mma, said.digest) == ("cpu-x86_64", "fma32", read.digest())
+    assert said.versions == tuple(sorted(f"{package} {version}" for package, version in read.versions))
     engine = facts.environment("cuda-sm90", "sm90", {"torch": "2.11", "cublas": "13"})
     trainer = facts.environment("cuda-sm90", "sm90", {"cublas": "13", "torch": "2.11"})
     assert engine == trainer != facts.environment("cuda-sm90", "sm90", {"torch": "2.10", "cublas": "13"})

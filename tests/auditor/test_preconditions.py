@@ -59,6 +59,18 @@ def other_arithmetic(**environment: str) -> Bend:
     return bend
 
 
+def versions_are(ours: tuple[str, ...], theirs: tuple[str, ...]) -> Bend:
+    """Two environments with packages of these versions, and so of two digests."""
+
+    def bend(rollout: RolloutRecord, trainer: TrainerRecord) -> tuple[RolloutRecord, TrainerRecord]:
+        return (
+            replace(rollout, environment=replace(rollout.environment, digest="aa" * 32, versions=ours)),
+            replace(trainer, environment=replace(trainer.environment, digest="bb" * 32, versions=theirs)),
+        )
+
+    return bend
+
+
 MASK = np.array([False] + [True] * 31)
 S = Sampling(temperature=1.0, seed=7)
 CASES: list[tuple[Bend, Condition, str]] = [
@@ -108,6 +120,9 @@ CASES: list[tuple[Bend, Condition, str]] = [
     (trainer_has(environment=Environment("cuda-sm90", "fma32", "aa" * 32)), Condition.CONTRACT, "environment.arch"),
     (trainer_has(environment=Environment("cpu-x86_64", "fma32", "bb" * 32)), Condition.CONTRACT, "environment.digest"),
     (both_have(environment=Environment("cpu-x86_64", "fma32", "")), Condition.CONTRACT, "environment.digest"),
+    (versions_are(("torch 2.12",), ("torch 2.13",)), Condition.CONTRACT, "environment.versions.torch"),
+    (versions_are(("torch 2.13", "vllm 0.32"), ("torch 2.13",)), Condition.CONTRACT, "environment.versions.vllm"),
+    (versions_are((), ("torch 2.13",)), Condition.CONTRACT, "environment.digest"),
     (other_arithmetic(arch=""), Condition.CONTRACT, "environment.arch"),
     (other_arithmetic(digest=""), Condition.CONTRACT, "environment.digest"),
 ]
@@ -153,6 +168,18 @@ def test_the_first_of_several_failures_is_the_one_that_is_named() -> None:
         failure = first_failure(rollout, trainer, CONTRACTS)
         assert failure is not None
         assert failure.condition is order[start]
+
+
+def test_the_package_that_differs_is_named_with_both_versions() -> None:
+    failure = first_failure(
+        *versions_are(("vllm 0.32.0", "torch 2.13.0+cpu"), ("torch 2.13.0+cpu",))(*pair()), CONTRACTS
+    )
+    assert failure is not None
+    assert (failure.field, failure.rollout, failure.trainer) == (
+        "environment.versions.vllm",
+        "0.32.0",
+        "not installed",
+    )
 
 
 def test_two_arithmetics_whose_environments_are_known_may_be_compared() -> None:

@@ -131,6 +131,8 @@ def _with_tokens_digest(digest: str) -> pb.Record:
         (lambda m: setattr(m.rollout.common, "prompt_len", 4_000_000_000), "malformed"),
         (lambda m: m.ClearField("rollout"), "malformed"),
         (lambda m: setattr(m.rollout.common.positions, "attention", "x" * 1000), "too_large"),
+        (lambda m: m.rollout.common.environment.versions.extend(["a 1"] * 65), "too_large"),
+        (lambda m: m.rollout.common.environment.versions.append("x" * 129), "too_large"),
     ],
 )
 def test_a_bad_message_is_refused_with_its_code(change: object, code: str) -> None:
@@ -140,6 +142,17 @@ def test_a_bad_message_is_refused_with_its_code(change: object, code: str) -> No
     item = _admit_one(message)
     assert isinstance(item, Refused)
     assert item.code == code
+
+
+def test_versions_arrive_in_one_order_and_records_of_old_have_none() -> None:
+    rollout, _ = pair()
+    engine = replace(rollout.environment, versions=("vllm 0.32.0", "torch 2.13.0"))
+    item = _admit_one(codec.to_wire(replace(rollout, environment=engine)))
+    assert isinstance(item, Incoming)
+    assert item.record.environment.versions == ("torch 2.13.0", "vllm 0.32.0")
+    old = _admit_one(codec.to_wire(rollout))
+    assert isinstance(old, Incoming)
+    assert old.record.environment.versions == ()
 
 
 def test_an_empty_response_is_refused() -> None:

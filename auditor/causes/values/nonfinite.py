@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from auditor.causes.evidence import STRONG, Evidence, Suggestion
+from auditor.causes.evidence import HINT, STRONG, Evidence, Suggestion
 
 
 def nonfinite(evidence: Evidence) -> Iterator[Suggestion]:
@@ -15,6 +15,6 @@ def nonfinite(evidence: Evidence) -> Iterator[Suggestion]:
         share = at.size / int(evidence.differs.sum())
         yield Suggestion(
             "nonfinite",
-            STRONG * share,
+            max(STRONG * share, HINT + 0.1),  # no rounding makes one, however many values a stock engine rounds
             f"{at.size} values are NaN or infinite where the right ones are finite, first at {int(at[0])}",
         )
