@@ -18,6 +18,7 @@ from auditor.causes.evidence import IN_PART, SETTLED, STRONG, Evidence
 from auditor.causes.inputs import cause_of_failure
 from auditor.causes.patterns import flat_last_bits
 from auditor.causes.steps import two_steps
+from auditor.causes.table import diagnose
 from auditor.causes.values.combined import combined_values
 from auditor.causes.values.filler import filler
 from auditor.causes.values.lookup import value_order
@@ -331,3 +332,11 @@ def test_what_was_cut_off_or_out_of_the_tokens_is_no_other_encoding(
     suggestion = cause_of_failure(failure, rollout, other)
     assert suggestion.cause == cause
     assert word in suggestion.evidence
+
+
+def test_a_nan_among_values_that_are_all_rounded_otherwise_is_no_rounding(world: World, sample: Drawn) -> None:
+    values = right(world, sample) * np.float32(1 + 1e-5)
+    values[9] = np.nan
+    suggestions = diagnose(evidence_of(world, sample, values), None)
+    assert suggestions[0].cause == "nonfinite"
+    assert {suggestion.cause for suggestion in suggestions} > {"nonfinite"}
