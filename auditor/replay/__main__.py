@@ -41,6 +41,7 @@ Tried = dict[str, tuple[Match, Make]]
 # Other weights or another prompt leave all ops equally far away, and chance would say which of them is the nearest.
 _MUCH_NEARER: Final = 0.5
 _ITS_OWN: Final = 0.1  # so near are the ops of a side's own engine, whatever else stood in its batches
+_NO_ENGINE: Final = "none of our engines'"
 _SECONDS: Final = 60.0  # for the ops that are changed one by one
 
 
@@ -102,7 +103,8 @@ def _side(capsule: Capsule, models: Models, record: Record, ops: str, out: Path 
         print(
             f"{record.side}: no ops of ours come nearer to the reported values than the reference, {apart(away)} away"
         )
-        print(f"{record.side}: {OUTSIDE}")
+        if name != _NO_ENGINE:
+            print(f"{record.side}: {OUTSIDE}")
         return 1
     replayed = replay(question, record, make)
     print("\n".join(lines(record.side, name, replayed)))
@@ -124,33 +126,38 @@ def _tokens(capsule: Capsule, record: Record) -> np.ndarray:
 
 
 def _nearest(question: Question, record: Record, away: float | None) -> tuple[str, Make | None]:
-    """Name and maker of the ops that give the reported bits or come nearest; ConfigError where none runs here.
+    """Name and maker of the ops that give the reported bits or come nearest.
 
     Whole engines of ours first, then the reference with one op changed. away: the reference's distance; None, where
     no two values are finite, tells of none which is nearer. Where none comes much nearer: the strict ones, or None
-    where they do not run here.
+    where they do not run here; `_NO_ENGINE` where no engine's do.
     """
     found: Tried = {}
     refused: list[str] = []
     for name in OURS:
         try:
             make = _loaded(question, name)
+            found[name] = match(question, record, make), make
         except ConfigError as error:
             refused.append(str(error))
             continue
-        found[name] = match(question, record, make), make
+        except (RuntimeError, RlKernelError) as error:  # an engine's kernels do not take every shape
+            refused.append(f"the {name} ops do not run on this model: {str(error).splitlines()[0]}")
+            continue
         if found[name][0].unlike == 0:
             break
     for reason in refused:
         print(f"{record.side}: {reason}")
-    if not found:
-        raise ConfigError("none of our engines' ops runs here; name ops with --rollout-ops and --trainer-ops")
-    if away is not None and min(one.away for one, _ in found.values()) > _ITS_OWN * away:
+    engines = bool(found)
+    if not engines:
+        print(f"{record.side}: none of our engines' ops runs here, for which torch and an engine have to be installed;"
+              " the reference is tried with one op changed")  # fmt: skip
+    if away is not None and min((one.away for one, _ in found.values()), default=math.inf) > _ITS_OWN * away:
         _try_changes(question, record, found, away)
     limit = -math.inf if away is None else _MUCH_NEARER * away
     near = [name for name, (one, _) in found.items() if one.unlike == 0 or one.away <= limit]
     if not near:
-        return "strict", found["strict"][1] if "strict" in found else None
+        return ("strict", found["strict"][1] if "strict" in found else None) if engines else (_NO_ENGINE, None)
     best = min(near, key=lambda each: (found[each][0].unlike > 0, found[each][0].away))
     return best, found[best][1]
 
@@ -160,7 +167,10 @@ def _try_changes(question: Question, record: Record, found: Tried, away: float) 
     deadline = time.monotonic() + _SECONDS
     for change, make in changed(question.decoder, question.prompt_len, away):
         name = f"strict but for {change}"
-        found[name] = match(question, record, make), make
+        try:
+            found[name] = match(question, record, make), make
+        except (RuntimeError, RlKernelError):
+            continue  # an engine's op that does not run on this model, as was said of the whole engine
         if found[name][0].unlike == 0 or time.monotonic() > deadline:
             return
 

@@ -1,7 +1,7 @@
 """One op of a side is broken, and no engine has its bits: a replay changes the reference's ops one by one."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from auditor.capsule import Capsule, to_bytes
 from auditor.causes.edits import Edit, edited
 from auditor.judge import judge_pair
 from auditor.replay import __main__ as command
+from auditor.replay import engines
 from auditor.replay.changed import Bf16Logits
 from auditor.replay.engines import load_ops
 from auditor.replay.report import Question
@@ -62,3 +63,54 @@ def test_the_op_that_was_broken_is_named_bit_by_bit(
     assert f"trainer: the ops strict but for {change}" in said, said
     assert f"trainer: first to differ on equal inputs: {where}" in said, said
     assert "the difference is gone" in said
+
+
+def ops_that_fail(decoder: Decoder, prompt_len: int) -> object:
+    return Failing(**{field.name: getattr(decoder.reference, field.name) for field in fields(Reference)})
+
+
+class Failing(Reference):
+    """As an engine whose kernels take no such model."""
+
+    def attention(self, *_: object, **__: object) -> Bits:
+        raise RuntimeError("Unsupported CPU attention configuration: head_dim=16\nat line 7")
+
+
+@pytest.mark.parametrize(
+    ("ours", "said_of_it"),
+    [
+        ({"strict": "no_such_module:strict"}, "'strict' cannot be loaded (No module named 'no_such_module')"),
+        (
+            {"native-vllm": f"{__name__}:ops_that_fail"},
+            "the native-vllm ops do not run on this model: Unsupported CPU attention configuration: head_dim=16\n",
+        ),
+    ],
+)
+def test_where_no_engine_s_ops_run_the_reference_is_changed_and_the_cause_repeated(
+    weights_root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ours: dict[str, str],
+    said_of_it: str,
+) -> None:
+    for module in (engines, command):
+        monkeypatch.setattr(module, "OURS", ours)
+    decoder = Decoder.open(weights_root / "v000001", CONTRACT)
+    rollout, trainer = true_pair(weights_root, "a")
+    question = Question(decoder, rollout.tokens.astype(np.int64), rollout.prompt_len, 1.0)
+    in_parts, _ = question.run(BROKEN["every product in 4 parts"][0](decoder))
+    other = true_pair(weights_root, "a", version=2)[0].logprobs
+    cause = {"cause": "stale_weights", "score": 1.0, "evidence": "those of version 2"}
+    for values, words in ((in_parts, "first to differ on equal inputs: gemm at layers.0.qkv"),
+                          (other, "no ops of ours come nearer")):  # fmt: skip
+        broken = replace(trainer, logprobs=values)
+        judgement = replace(judge_pair(rollout, broken, CONTRACTS).judgement, causes=(cause,))
+        (tmp_path / "capsule").write_bytes(to_bytes(Capsule(rollout, broken, judgement, None)))
+        assert command.main([str(tmp_path / "capsule"), "--weights-root", str(weights_root)]) == 1
+        said = capsys.readouterr().out
+        assert said_of_it in said
+        assert "none of our engines' ops runs here" in said
+        assert "the cause suggested was stale_weights (1.00)" in said
+        assert words in said, said
+        assert "outside these ops" not in said
