@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -135,7 +135,7 @@ def _patterns(rollout: RolloutRecord, trainer: TrainerRecord, reference: Referen
     for record, truth in sides:
         evidence = Evidence(record.logprobs, truth, record.mask, record, rollout, trainer)
         if evidence.differs.any():
-            found += diagnose(evidence, None)
+            found += [replace(suggestion, side=record.side) for suggestion in diagnose(evidence, None)]
     return ranked(found)
 
 

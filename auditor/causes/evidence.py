@@ -33,17 +33,20 @@ LAST_BITS: Final = 1e-5  # a difference that anything may make by chance
 class Suggestion:
     """One possible cause. score: 0..1, see above. evidence: one sentence with the numbers that it rests on.
 
-    sure: whether so much of the difference is nothing's doing by chance, whatever else was not tried.
+    sure: whether so much of the difference is nothing's doing by chance, whatever else was not tried. side: whose
+    values they are said of, `both` where it is much the same of both; empty where nobody asked.
     """
 
     cause: str
     score: float
     evidence: str
     sure: bool = False
+    side: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {"cause": self.cause, "score": round(self.score, 4), "evidence": self.evidence}
+        said: dict[str, Any] = {"cause": self.cause, "score": round(self.score, 4), "evidence": self.evidence}
+        return {**said, "side": self.side} if self.side else said
 
 
 @dataclass(frozen=True, slots=True)

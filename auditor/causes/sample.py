@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -47,7 +47,8 @@ def diagnose_sample(
     for record, truth in sides:
         evidence = Evidence(record.logprobs, truth, record.mask, record, rollout, trainer)
         if evidence.differs.any():
-            found += diagnose(evidence, _oracle(evidence, weights, budget, seconds))
+            of_side = diagnose(evidence, _oracle(evidence, weights, budget, seconds))
+            found += [replace(suggestion, side=record.side) for suggestion in of_side]
     return ranked(found)
 
 

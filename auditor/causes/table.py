@@ -178,11 +178,22 @@ def _looks_like(evidence: Evidence, oracle: Oracle | None, untried: list[str]) -
 
 def ranked(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
     """One suggestion a cause, its best, by descending score; of equal ones the first."""
-    best: dict[str, Suggestion] = {}
+    best: dict[str, dict[str, Suggestion]] = {}
     for suggestion in suggestions:
-        if suggestion.cause not in best or suggestion.score > best[suggestion.cause].score:
-            best[suggestion.cause] = suggestion
-    return tuple(sorted(best.values(), key=lambda suggestion: -suggestion.score))
+        of_sides = best.setdefault(suggestion.cause, {})
+        if suggestion.side not in of_sides or suggestion.score > of_sides[suggestion.side].score:
+            of_sides[suggestion.side] = suggestion
+    each = (_of_sides(list(of_sides.values())) for of_sides in best.values())
+    return tuple(sorted(each, key=lambda suggestion: -suggestion.score))
+
+
+def _of_sides(said: list[Suggestion]) -> Suggestion:
+    """What is said of one side, or of both where it is not much less likely of the other."""
+    first, *others = sorted(said, key=lambda suggestion: -suggestion.score)
+    if not others or others[0].score < _MAY_BE_BEATEN * first.score:
+        return first
+    evidence = "; ".join(f"{each.side}: {each.evidence}" for each in (first, others[0]))
+    return replace(first, side="both", evidence=evidence)
 
 
 def _computed(evidence: Evidence, oracle: Oracle) -> tuple[list[Suggestion], list[str]]:

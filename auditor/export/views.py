@@ -142,7 +142,7 @@ class SideView(BaseModel):
     weight_version: int
     weight_digest: str
     contract_digest: str
-    environment: dict[str, str]
+    environment: dict[str, str | list[str]]
     sampling: dict[str, Any]
     layout: dict[str, Any]
     positions: dict[str, Any]
@@ -286,7 +286,7 @@ def _side(record: Record | None) -> SideView | None:
         weight_version=record.weight_version,
         weight_digest=record.weight_digest,
         contract_digest=record.contract_digest,
-        environment=asdict(record.environment),
+        environment={**asdict(record.environment), "versions": list(record.environment.versions)},
         sampling=asdict(record.sampling),
         layout=asdict(record.layout),
         positions=record.positions.to_json(),

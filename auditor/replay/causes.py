@@ -25,4 +25,5 @@ def search(capsule: Capsule, models: Models, seconds: float) -> list[str]:
 
 
 def _line(suggestion: Suggestion) -> str:
-    return f"cause {suggestion.cause} ({suggestion.score:.2f}): {suggestion.evidence}"
+    of = f", {suggestion.side}" if suggestion.side else ""
+    return f"cause {suggestion.cause} ({suggestion.score:.2f}){of}: {suggestion.evidence}"

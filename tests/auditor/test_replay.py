@@ -207,7 +207,9 @@ def test_causes_are_searched_for_as_long_as_is_asked(
     (hot,) = decoder.logprobs([rollout.tokens.astype(np.int64)], [8], 2.0)
     command = [*frozen(tmp_path, rollout, replace(trainer, logprobs=hot)), "--weights-root", str(weights_root)]
     assert main([*command, "--causes", "60"]) == 1
-    assert capsys.readouterr().out.startswith("cause temperature (1.00): the values are those of temperature 2,")
+    assert capsys.readouterr().out.startswith(
+        "cause temperature (1.00), trainer: the values are those of temperature 2,"
+    )
     assert main(command) == 1
     assert "cause" not in capsys.readouterr().out
     command = [*frozen(tmp_path, rollout, replace(trainer, weight_version=2)), "--weights-root", str(weights_root)]

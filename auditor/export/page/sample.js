@@ -68,7 +68,7 @@ function causes({ cause, causes: found }) {
   if (!found.length) return null;
   return table("Suspected causes, the likeliest first", [
     ["cause", (row) => row.cause], ["score", (row) => difference(row.score), true],
-    ["evidence", (row) => row.evidence],
+    ["side", (row) => row.side ?? "–"], ["evidence", (row) => row.evidence],
   ], found);
 }
 
