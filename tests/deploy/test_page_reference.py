@@ -60,8 +60,8 @@ def test_the_run_names_the_sides_and_causes_and_the_step_leads_to_the_sample(jud
         assert rows["stale"][1:4] == ["mismatch", "rollout", "stale_weights"]
         assert rows["sound"][1:4] == ["match", "", ""]
         page.get_by_role("link", name="stale", exact=True).click()
-        ((cause, score, evidence), *_) = table(page, "Suspected causes, the likeliest first")
-        assert (cause, score) == ("stale_weights", "1")
+        ((cause, score, side, evidence), *_) = table(page, "Suspected causes, the likeliest first")
+        assert (cause, score, side) == ("stale_weights", "1", "rollout")
         assert "weight version 1, the first one, where 2 is stated" in evidence
         assert "wrong side: rollout" in page.locator("main").inner_text()
         shoot(page, "sample-cause")
