@@ -1,7 +1,13 @@
 """Send dumped log-probabilities to an auditor: `python -m auditor.submit FILE --address HOST:PORT --run NAME`.
 
-FILE is JSON lines or Parquet, see `auditor.dumps`; or the folder in which a client that has ended left records that the
-auditor did not get (a run's `spool/rollout-0`), which name their own run.
+FILE is JSON lines or Parquet, a row a sample and side, with what records have as fields:
+
+    {"side": "rollout", "step": 0, "sample_id": "a", "tokens": [5, 17, 2, 9], "prompt_len": 2,
+     "logprobs": [-1.5, -0.25], "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}}
+
+A top_p of 1, a top_k and a min_p of 0 say that there is no such filter. What all rows share comes from --defaults; what
+is not known is left out. `auditor.dumps` has the rules, `auditor.records` each field. Or FILE is the folder in which a
+client that has ended left records that the auditor did not get (a run's `spool/rollout-0`), which name their own run.
 
 Exit code 0: everything was taken. 1: something was refused or not delivered. 2: the file or the flags are wrong. 130:
 interrupted. What was taken is not counted twice when it is sent again.
@@ -36,7 +42,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("file", type=Path, help="a dump, or the folder of a client's spool")
     parser.add_argument("--address", required=True, help="host:port of the auditor's gRPC")
     parser.add_argument("--run", help="run_id of every record of a dump")
-    parser.add_argument("--defaults", type=Path, help="JSON object with fields that every row shares")
+    parser.add_argument("--defaults", type=Path, metavar="FILE", help="a JSON object: fields that every row shares")
     parser.add_argument("--token-file", type=Path, help="file with the bearer token, where the auditor asks for one")
     parser.add_argument("--tls-ca", type=Path, help="PEM authority of the auditor's certificate; without it plain text")
     parser.add_argument("--tls-certificate", type=Path, help="PEM certificate to show, where the auditor wants one")
@@ -134,6 +140,10 @@ def _defaults(path: Path | None, run: str) -> dict[str, Any]:
         return {"run_id": run}
     try:
         values = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--defaults {str(path)[:80]}: {error.strerror}; it names a file with a JSON object"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(values, dict):
