@@ -153,7 +153,10 @@ def _sampling(message: pb.Sampling) -> Sampling:
 
 def _environment(encoded: bytes) -> Environment:
     message = pb.Environment.FromString(encoded)
-    return Environment(message.arch, message.mma, message.digest, tuple(message.versions))
+    found = Environment(message.arch, message.mma, message.digest, tuple(message.versions))
+    if found.versions != tuple(message.versions):  # the same record in another order would be another one's bytes
+        raise RecordError("environment.versions are not in the order of their names")
+    return found
 
 
 def _layout(encoded: bytes) -> Layout:

@@ -18,6 +18,7 @@ and judged `not_comparable`.
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, NamedTuple
 
@@ -103,7 +104,17 @@ class Environment:
     def __post_init__(self) -> None:
         text(self, "environment.", ("arch", "mma", "digest"))
         if self.versions:
-            object.__setattr__(self, "versions", tuple(sorted(texts("environment.versions", self.versions))))
+            object.__setattr__(self, "versions", _versions(self.versions))
+
+
+def _versions(given: object) -> tuple[str, ...]:
+    """In the order of the names. A mapping of names to versions, as a dump may have it, is taken too."""
+    said = [f"{package} {version}" for package, version in given.items()] if isinstance(given, Mapping) else given
+    found = tuple(sorted(texts("environment.versions", said)))
+    packages = [each.partition(" ")[0] for each in found if all(each.partition(" "))]
+    if len(packages) != len(found) or len(set(packages)) != len(found):
+        raise RecordError("environment.versions says each package once, with its version: `torch 2.13.0`")
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -25,14 +25,21 @@ class BoundedProtocol(H11Protocol):
     most: ClassVar[int] = 512
     head_s: ClassVar[float] = 10.0
     _late: asyncio.TimerHandle | None = None
+    _begun = False  # whether something of a request has come; a caller that only holds a connection makes no error
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first request."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
+            self.on_error("too_many_connections")
             transport.abort()
         else:
             self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Note that a request has begun."""
+        self._begun = True
+        super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
@@ -46,10 +53,13 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
 
     def on_error(self, code: str) -> None:
-        """Told the code of what is answered before there is a request."""
+        """Told the code of what is answered, or cut off, before there is a request."""
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the form of every other error."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # an answer is under way, behind which nothing can be said
+            return
         status, code = HTTPStatus.BAD_REQUEST, RecordError.code
         self.on_error(code)
         problem = Problem(type="about:blank", title=status.phrase, status=status, detail=_NO_HTTP, code=code)
@@ -66,10 +76,13 @@ class BoundedProtocol(H11Protocol):
     def _wait(self) -> None:
         if self._late is not None:
             self._late.cancel()
+        self._begun = False
         self._late = self.loop.call_later(self.head_s, self._give_up)
 
     def _give_up(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
+            if self._begun:
+                self.on_error("head_timeout")
             self.transport.close()
 
 

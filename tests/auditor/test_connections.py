@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import pytest
@@ -27,6 +27,10 @@ HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
 class Quick(BoundedProtocol):
     most = 3
     head_s = 0.5
+    told: ClassVar[list[str]] = []
+
+    def on_error(self, code: str) -> None:
+        self.told.append(code)
 
 
 async def _app(scope: object, receive: object, answer: object) -> None:
@@ -35,9 +39,10 @@ async def _app(scope: object, receive: object, answer: object) -> None:
 
 
 @contextmanager
-def served() -> Iterator[int]:
+def served(app: object = _app) -> Iterator[int]:
     """A real server of connections that are given up quickly; its port."""
-    server = uvicorn.Server(uvicorn.Config(_app, http=Quick, log_level="warning", timeout_keep_alive=30))
+    Quick.told = []
+    server = uvicorn.Server(uvicorn.Config(app, http=Quick, log_level="warning", timeout_keep_alive=30))
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
     thread.start()
@@ -56,13 +61,14 @@ def _closed(connection: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("said", [b"", HEAD])
-def test_a_request_that_does_not_come_is_not_waited_for(said: bytes) -> None:
+@pytest.mark.parametrize(("said", "told"), [(b"", []), (HEAD, ["head_timeout"])])
+def test_a_request_that_does_not_come_is_not_waited_for(said: bytes, told: list[str]) -> None:
     with served() as port, socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(said)
         started = time.monotonic()
         assert _closed(connection)
         assert 0.3 < time.monotonic() - started < 4
+        assert Quick.told == told
 
 
 def test_nor_is_the_next_one_after_an_answer_though_its_bytes_drip() -> None:
@@ -76,6 +82,7 @@ def test_nor_is_the_next_one_after_an_answer_though_its_bytes_drip() -> None:
                 connection.sendall(bytes([byte]))
                 time.sleep(0.05)
         assert 0.3 < time.monotonic() - started < 4
+        assert Quick.told == ["head_timeout"]
 
 
 def test_one_more_than_may_be_open_is_closed_and_the_others_are_served() -> None:
@@ -83,8 +90,30 @@ def test_one_more_than_may_be_open_is_closed_and_the_others_are_served() -> None
         held = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)]
         time.sleep(0.1)
         assert _closed(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
+        assert Quick.told == ["too_many_connections"]
         held[0].sendall(HEAD + b"\r\n")
         assert held[0].recv(1000).startswith(b"HTTP/1.1 204")
+
+
+def test_a_body_that_is_none_behind_the_beginning_of_an_answer_ends_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def early(scope: object, receive: object, answer: object) -> None:
+        await answer({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+        await answer({"type": "http.response.body", "body": b"x", "more_body": True})  # type: ignore[operator]
+        await receive()  # type: ignore[operator]
+        await receive()  # type: ignore[operator]
+
+    with served(early) as port, socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"no size of a chunk\r\n")
+        connection.settimeout(5)
+        with suppress(ConnectionResetError):
+            while connection.recv(1000):
+                pass
+        assert Quick.told == []
+    assert "LocalProtocolError" not in caplog.text
 
 
 def _resident(auditor: AuditorProcess, name: str = "VmRSS") -> int:

@@ -9,6 +9,7 @@ import pytest
 from auditor import facts
 from auditor.contracts import SEGMENTS, known_contracts
 from auditor.errors import RecordError
+from auditor.records import Environment
 from rl_kernel.contract import PROFILES
 from rl_kernel.environment import read_environment
 from rl_kernel.reference.rope_table import rope_digest
@@ -51,6 +52,11 @@ def test_an_environment_has_one_name_and_can_be_said_by_hand() -> None:
     said = facts.environment("cpu-x86_64", "fma32")
     assert (said.arch, said.mma, said.digest) == ("cpu-x86_64", "fma32", read.digest())
     assert said.versions == tuple(sorted(f"{package} {version}" for package, version in read.versions))
+    said = Environment("cpu", "fma32", "", {"vllm": "0.32.0", "torch": "2.13.0"})  # type: ignore[arg-type]
+    assert said.versions == ("torch 2.13.0", "vllm 0.32.0")
+    for wrong in (["torch"], ["a 1", "a 2"], "torch 2", [3]):
+        with pytest.raises(RecordError, match=r"environment\.versions"):
+            Environment("cpu", "fma32", "", wrong)  # type: ignore[arg-type]
     engine = facts.environment("cuda-sm90", "sm90", {"torch": "2.11", "cublas": "13"})
     trainer = facts.environment("cuda-sm90", "sm90", {"cublas": "13", "torch": "2.11"})
     assert engine == trainer != facts.environment("cuda-sm90", "sm90", {"torch": "2.10", "cublas": "13"})

@@ -131,8 +131,10 @@ def _with_tokens_digest(digest: str) -> pb.Record:
         (lambda m: setattr(m.rollout.common, "prompt_len", 4_000_000_000), "malformed"),
         (lambda m: m.ClearField("rollout"), "malformed"),
         (lambda m: setattr(m.rollout.common.positions, "attention", "x" * 1000), "too_large"),
-        (lambda m: m.rollout.common.environment.versions.extend(["a 1"] * 65), "too_large"),
-        (lambda m: m.rollout.common.environment.versions.append("x" * 129), "too_large"),
+        (lambda m: m.rollout.common.environment.versions.extend(f"p{n:02} 1" for n in range(65)), "too_large"),
+        (lambda m: m.rollout.common.environment.versions.append("x" * 127 + " 1"), "too_large"),
+        (lambda m: m.rollout.common.environment.versions.extend(["b 1", "a 1"]), "malformed"),
+        (lambda m: m.rollout.common.environment.versions.append("torch"), "malformed"),
     ],
 )
 def test_a_bad_message_is_refused_with_its_code(change: object, code: str) -> None:
