@@ -142,7 +142,7 @@ def _nearest(question: Question, record: Record, away: float | None) -> tuple[st
             refused.append(str(error))
             continue
         except (RuntimeError, RlKernelError) as error:  # an engine's kernels do not take every shape
-            refused.append(f"the {name} ops do not run on this model: {str(error).splitlines()[0]}")
+            refused.append(_does_not_run(f"the {name} ops do", error))
             continue
         if found[name][0].unlike == 0:
             break
@@ -151,7 +151,7 @@ def _nearest(question: Question, record: Record, away: float | None) -> tuple[st
     engines = bool(found)
     if not engines:
         print(f"{record.side}: none of our engines' ops runs here, for which torch and an engine have to be installed;"
-              " the reference is tried with one op changed")  # fmt: skip
+              " the reference with one op changed is all that is tried")  # fmt: skip
     if away is not None and min((one.away for one, _ in found.values()), default=math.inf) > _ITS_OWN * away:
         _try_changes(question, record, found, away)
     limit = -math.inf if away is None else _MUCH_NEARER * away
@@ -169,10 +169,16 @@ def _try_changes(question: Question, record: Record, found: Tried, away: float) 
         name = f"strict but for {change}"
         try:
             found[name] = match(question, record, make), make
-        except (RuntimeError, RlKernelError):
-            continue  # an engine's op that does not run on this model, as was said of the whole engine
+        except (RuntimeError, RlKernelError) as error:
+            print(f"{record.side}: {_does_not_run(f'{name} does', error)}")
+            continue
         if found[name][0].unlike == 0 or time.monotonic() > deadline:
             return
+
+
+def _does_not_run(what: str, error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    return f"{what} not run on this model: {first}"
 
 
 def _loaded(question: Question, name: str) -> Make:

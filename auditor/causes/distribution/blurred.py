@@ -19,7 +19,7 @@ _EVERY: Final = 1 << 30
 _TOP_K: Final = (_EVERY, 5, 10, 20, 30, 40, 50, 64, 100, 200, 500)
 _ALONE: Final = 129  # values of top_k below it are all tried
 _TOP_P: Final = (1.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
-_MIN_P: Final = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
+_MIN_P: Final = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
 _LEAST: Final = 12
 _ROWS: Final = 64
 _WORK: Final = 1 << 22  # probabilities that are looked at
@@ -27,7 +27,6 @@ _UPWARDS: Final = 0.5  # of the mean difference: a filter makes likelier, and ro
 _SEEN: Final = 3.0  # times rounding: differences in the median that it does not drown
 _BLUR: Final = 2.0  # times rounding: what the right setting leaves in the median; forbidden tokens leave more
 _LEAST_SCORE: Final = HINT + 0.1  # what is left is rounding's, whatever part of the difference that is
-
 _TWO: Final = 1.1  # times less than one number leaves: what two of them must
 
 _Setting = tuple[int, float, float]
@@ -65,11 +64,10 @@ def _closest(oracle: Oracle, rows: I64, lifts: F64) -> tuple[_Setting, F64]:
     p /= p.sum(axis=1, keepdims=True)
     mass = np.cumsum(p, axis=1)
     chosen = np.exp(oracle.every_token(rows)[np.arange(rows.size), oracle.targets[rows]].astype(np.float64))
-    one = [(k, 1.0, 0.0) for k in (*range(1, _ALONE), *_TOP_K)] + [(_EVERY, 1.0, least) for least in _MIN_P]
     settings = [
-        *one,
-        *((_EVERY, of, 0.0) for of in _TOP_P),
-        *((k, of, 0.0) for k, of in product(_TOP_K[1:], _TOP_P[1:])),
+        *((k, 1.0, 0.0) for k in range(1, _ALONE)),
+        *((k, of, 0.0) for k, of in product(_TOP_K, _TOP_P)),
+        *((_EVERY, 1.0, least) for least in _MIN_P),
     ]
     lefts = [lifts + np.log(_kept_mass(p, mass, chosen, setting)) for setting in settings]
     best = int(np.argmin([np.abs(left).mean() * _numbers(at) for at, left in zip(settings, lefts, strict=True)]))
@@ -83,8 +81,8 @@ def _numbers(setting: _Setting) -> float:
 
 def _kept_mass(p: F64, mass: F64, chosen: F64, setting: _Setting) -> F64:
     """What a setting keeps of rows [R,V], the likeliest first, and of the drawn token, float64 [R]."""
-    kept = mass[np.arange(len(p)), _count(p, mass, setting) - 1]
-    last = p[np.arange(len(p)), _count(p, mass, setting) - 1]
+    at = np.arange(len(p)), _count(p, mass, setting) - 1
+    kept, last = mass[at], p[at]
     total: F64 = np.minimum(np.where(chosen < last, kept + chosen, kept), 1.0)
     return total
 
