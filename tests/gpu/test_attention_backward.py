@@ -1,9 +1,6 @@
 """Attention's gradients on Hopper: the warp-specialised kernels have the bits of the plain ones, held by the laws."""
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -11,6 +8,7 @@ import torch
 from rl_kernel.ops.attention import gluon_backward
 from rl_kernel.ops.attention.triton_backward import attention_backward, launch_for
 from rl_kernel.ops.attention.triton_kernel import attention
+from tests.gpu.mutated import mutated
 from tests.gpu.tensors import normal, offsets, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -121,22 +119,8 @@ def test_what_lies_over_itself_and_one_token_of_any_stride_have_the_bits_of_a_co
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     which, old, new = MUTANTS[name]
-    monkeypatch.setattr(
-        gluon_backward, f"{which}_kernel", getattr(changed(tmp_path, which, old, new), f"{which}_kernel")
-    )
+    source = Path(str(gluon_backward.__file__)).with_name(f"gluon_{which}.py")
+    kernel = getattr(mutated(tmp_path, source, old, new), f"{which}_kernel")
+    monkeypatch.setattr(gluon_backward, f"{which}_kernel", kernel)
     with pytest.raises(AssertionError, match="values differ"):
         compare((200, 70, 130), 128)
-
-
-def changed(folder: Path, which: str, old: str, new: str) -> ModuleType:
-    """The module of a kernel with `new` instead of `old`."""
-    text = Path(str(gluon_backward.__file__)).with_name(f"gluon_{which}.py").read_text()
-    assert text.count(old) == 1, old
-    path = folder / f"mutant_{which}.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    found = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found

@@ -1,13 +1,12 @@
 """Few rows by a large weight: with a tree over segments, and along the weight's other side, the plain kernel's bits."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from tests.gpu.mutated import mutated
 from tests.gpu.tensors import normal, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -75,22 +74,8 @@ def test_gradients_of_few_rows_take_this_way_and_have_the_bits_of_many() -> None
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
-    changed = mutant(tmp_path, *MUTANTS[name])
-    with pytest.raises(AssertionError, match="values differ"):
-        compare(8, 4096, 2048, 8, False, op=changed)
-
-
-def mutant(folder: Path, old: str, new: str) -> ModuleType:
-    """The kernel's module with `new` instead of `old`."""
     from rl_kernel.ops import gluon_few
 
-    text = Path(str(gluon_few.__file__)).read_text()
-    assert text.count(old) == 1, old
-    path = folder / "mutant_few.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    found = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    changed = mutated(tmp_path, Path(str(gluon_few.__file__)), *MUTANTS[name])
+    with pytest.raises(AssertionError, match="values differ"):
+        compare(8, 4096, 2048, 8, False, op=changed)
